@@ -1,0 +1,38 @@
+//! Why a sequence ended.
+
+use std::fmt;
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum FinishReason {
+    /// A stop token was sampled, or the gateway found a stop string.
+    Stop,
+    /// `max_tokens` or the context's end was reached.
+    Length,
+    /// The client left, an operator cancelled, or nobody re-attached in time.
+    Cancelled,
+    /// The row could not be computed (for example NaN logits); other rows of the batch went on.
+    Failed,
+}
+
+impl FinishReason {
+    /// Every reason, for metrics' closed label set.
+    pub const ALL: [Self; 4] = [Self::Stop, Self::Length, Self::Cancelled, Self::Failed];
+
+    /// The word used in metrics, logs and (for the first two) the OpenAI API.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::Cancelled => "cancelled",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+impl fmt::Display for FinishReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}

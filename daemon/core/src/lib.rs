@@ -1,0 +1,13 @@
+//! Words shared by every crate: ids, units, sampling parameters, finish reasons.
+//!
+//! **Owns** no behaviour and no state. **Never** depends on another crate of the workspace, serialises, or reads a clock.
+
+mod finish;
+mod ids;
+mod sampling;
+mod units;
+
+pub use finish::FinishReason;
+pub use ids::{BlockId, ModelId, ParseRequestIdError, PlanId, RequestId, SequenceId, TenantId, TokenId};
+pub use sampling::SamplingParams;
+pub use units::{Blocks, Bytes, Tokens};

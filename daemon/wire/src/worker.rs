@@ -1,0 +1,283 @@
+//! Daemon ⇄ worker.
+//!
+//! A worker is a function of (arenas, plans). It starts with [`ToWorker::Hello`], answers [`FromWorker::Ready`] (after an
+//! [`FromWorker::Arena`] for each arena that it made itself), and then one [`FromWorker::Output`] per [`ToWorker::Plan`], in
+//! order. Everything a worker knows about sequences is soft: [`ToWorker::Resync`] replaces all of it.
+//!
+//! Running a plan twice leaves the same arenas and gives the same output: table updates are absolute, block copies are bounded
+//! by filled tokens, and a filled position is only ever written again with the same bits.
+
+use serde::{Deserialize, Serialize};
+
+use crate::Sampling;
+
+/// From the daemon.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub enum ToWorker {
+    /// First frame. Beside it come the fds of the arenas that `hello` names, weights first.
+    Hello(Hello),
+    /// Forget every sequence; these are the live ones.
+    Resync(Vec<SequenceState>),
+    /// Run this.
+    Plan(Plan),
+    /// Exit cleanly. (End of file does the same.)
+    Shutdown,
+}
+
+/// What to load, and on what.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`crate::PROTOCOL`].
+    pub protocol: u32,
+    /// Path of a GGUF file or of a Hugging Face directory.
+    pub path: String,
+    /// Where to compute.
+    pub device: Device,
+    /// How weights are kept and multiplied.
+    pub dtype: Dtype,
+    /// How keys and values are kept.
+    pub kv_dtype: KvDtype,
+    /// Tokens in a block: a power of two in `[16, 512]`.
+    pub block_size: u32,
+    /// Size of the KV arena.
+    pub kv_memory: KvMemory,
+    /// Longest sequence, in tokens; `None` is the model's own context.
+    pub max_model_len: Option<u32>,
+    /// Most rows (sequences) in a plan.
+    pub max_num_seqs: u32,
+    /// Most input tokens in a plan.
+    pub max_num_batched_tokens: u32,
+    /// Compute threads; `None` is what affinity and cgroup quota allow.
+    pub threads: Option<u32>,
+    /// An fd of the weights arena of an earlier worker is beside this frame.
+    pub weights_fd: bool,
+    /// An fd of the KV arena of an earlier worker is beside this frame.
+    pub kv_fd: bool,
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Device {
+    /// The host's processors.
+    Cpu,
+}
+
+/// How weights are kept and multiplied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Dtype {
+    /// As near to the file's own types as the kernels allow; quantised weights meet int8 activations.
+    Auto,
+    /// Dequantised to float32, float32 throughout.
+    F32,
+}
+
+/// How keys and values are kept.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum KvDtype {
+    /// IEEE half precision.
+    F16,
+    /// Single precision.
+    F32,
+}
+
+/// Size of the KV arena.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub enum KvMemory {
+    /// A quarter of what is available, but no more than `max_num_seqs` sequences of full length need.
+    Auto,
+    /// This many bytes.
+    Bytes(u64),
+    /// Room for this many tokens.
+    Tokens(u64),
+    /// This share of available memory, in per cent.
+    Percent(f32),
+}
+
+/// A sequence as a fresh worker must know it.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct SequenceState {
+    /// Its id.
+    pub seq: u64,
+    /// Which choice of its request: part of the sampling key.
+    pub choice: u32,
+    /// How its tokens are drawn.
+    pub sampling: Sampling,
+    /// All tokens so far, prompt and output.
+    pub tokens: Vec<u32>,
+    /// Its block table.
+    pub blocks: Vec<u32>,
+}
+
+/// One iteration.
+///
+/// The order is: `begin`, `copies`, `rows`, sampling, `end`.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Plan {
+    /// Consecutive, from 1.
+    pub id: u64,
+    /// Sequences first seen in this plan (or again after preemption), with an empty table. Replaces what has that id.
+    pub begin: Vec<Begin>,
+    /// Block copies, before any row computes.
+    pub copies: Vec<BlockCopy>,
+    /// What is computed: at most one row per sequence.
+    pub rows: Vec<Row>,
+    /// Sequences that no later plan names.
+    pub end: Vec<u64>,
+}
+
+/// A sequence enters.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Begin {
+    /// Its id.
+    pub seq: u64,
+    /// Which choice of its request.
+    pub choice: u32,
+    /// How its tokens are drawn.
+    pub sampling: Sampling,
+}
+
+/// Copy the first `tokens` positions of block `from`, all layers, into block `to`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct BlockCopy {
+    /// Read.
+    pub from: u32,
+    /// Written.
+    pub to: u32,
+    /// How many positions.
+    pub tokens: u32,
+}
+
+/// One sequence's part of a plan: positions `[start, start + inputs.len())`.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Row {
+    /// Whose.
+    pub seq: u64,
+    /// First position computed; everything before it is in KV already.
+    pub start: u32,
+    /// Tokens at the row's positions; never empty.
+    pub inputs: Vec<Input>,
+    /// Change of the block table, made before the row computes.
+    pub table: TableUpdate,
+    /// What to draw from the logits of the row's last position: nothing for a chunk that does not end the prompt, one sequence
+    /// as a rule, all choices of a request at the end of its prompt. Each names a sequence that was begun.
+    pub samples: Vec<u64>,
+}
+
+/// An input token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Input {
+    /// This token.
+    Known(u32),
+    /// What `seq` drew in plan `plan`, which is not applied yet.
+    Sampled {
+        /// An earlier plan.
+        plan: u64,
+        /// The sequence that drew.
+        seq: u64,
+    },
+}
+
+/// `table[from..] = blocks`. Absolute, so that it can be made twice.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct TableUpdate {
+    /// First entry that changes.
+    pub from: u32,
+    /// New entries; the table ends after them. Empty with `from` = the table's length changes nothing.
+    pub blocks: Vec<u32>,
+}
+
+/// From the worker.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub enum FromWorker {
+    /// How far loading is, in per mille: shown, and it extends the load deadline.
+    Loading {
+        /// `[0, 1000]`.
+        permille: u32,
+    },
+    /// An arena that this worker made; its fd is beside the frame. The daemon keeps it for the next worker.
+    Arena {
+        /// Which.
+        arena: Arena,
+        /// Its size.
+        bytes: u64,
+    },
+    /// Ready for plans.
+    Ready(Box<ModelInfo>),
+    /// What a plan gave.
+    Output(Output),
+    /// The worker exits; this is why. A model that cannot be loaded ends here, with the tensor or key named.
+    Failed {
+        /// One line.
+        error: String,
+        /// Whether another try could end otherwise (out of memory: yes; a broken file: no).
+        retry: bool,
+    },
+}
+
+/// An arena: memory that outlives its worker.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Arena {
+    /// Packed weights.
+    Weights,
+    /// KV blocks.
+    Kv,
+}
+
+/// What was loaded.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct ModelInfo {
+    /// `general.architecture` or `model_type`.
+    pub architecture: String,
+    /// Number of weights.
+    pub parameters: u64,
+    /// Vocabulary size.
+    pub vocab_size: u32,
+    /// Longest sequence, in tokens: the smaller of the model's context and `max_model_len`.
+    pub max_model_len: u32,
+    /// Tokens in a block.
+    pub block_size: u32,
+    /// Blocks in the KV arena.
+    pub blocks: u32,
+    /// Bytes of a block, all layers.
+    pub block_bytes: u64,
+    /// Bytes of the weights arena.
+    pub weight_bytes: u64,
+    /// Digest of model, dtype and layout: part of every prefix key.
+    pub digest: [u8; 16],
+    /// The weights arena was mapped as it was found.
+    pub weights_reused: bool,
+    /// The KV arena was mapped as it was found.
+    pub kv_reused: bool,
+    /// Compute threads.
+    pub threads: u32,
+    /// Kernel set chosen at run time, for example `avx2` or `portable`.
+    pub kernels: String,
+    /// From `Hello` to `Ready`, in microseconds.
+    pub load_us: u64,
+}
+
+/// What a plan gave.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Output {
+    /// Which plan.
+    pub plan: u64,
+    /// Drawn tokens, in the order of rows and their samples.
+    pub sampled: Vec<Sampled>,
+    /// Sequences whose row could not be computed, and why; the others are complete.
+    pub failed: Vec<(u64, String)>,
+    /// Time the worker took, in microseconds.
+    pub compute_us: u64,
+}
+
+/// A drawn token.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Sampled {
+    /// Who drew.
+    pub seq: u64,
+    /// What.
+    pub token: u32,
+    /// Its natural-log probability under the unmodified logits; reported where `logprobs` was asked for.
+    pub logprob: Option<f32>,
+    /// The most likely tokens, best first; empty unless asked for.
+    pub top: Vec<(u32, f32)>,
+}
