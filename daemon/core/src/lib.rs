@@ -5,9 +5,11 @@
 mod finish;
 mod ids;
 mod sampling;
+mod tensor;
 mod units;
 
 pub use finish::FinishReason;
 pub use ids::{BlockId, ModelId, ParseRequestIdError, PlanId, RequestId, SequenceId, TenantId, TokenId};
 pub use sampling::SamplingParams;
+pub use tensor::TensorType;
 pub use units::{Blocks, Bytes, Tokens};

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg,
-    sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -72,12 +72,17 @@ impl Channel {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
             let mut ancillary = SendAncillaryBuffer::new(&mut space);
             if sent == 0 && !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
-                return Err(io::Error::new(io::ErrorKind::InvalidInput, "more fds than a frame carries").into());
+                return Err(
+                    io::Error::new(io::ErrorKind::InvalidInput, "more fds than a frame carries").into()
+                );
             }
-            match sendmsg(&self.socket, &[IoSlice::new(&bytes[sent..])], &mut ancillary, SendFlags::NOSIGNAL) {
+            match sendmsg(&self.socket, &[IoSlice::new(&bytes[sent..])], &mut ancillary, SendFlags::NOSIGNAL)
+            {
                 Ok(n) => sent += n,
                 Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => return Err(ChannelError::Closed),
+                Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {
+                    return Err(ChannelError::Closed);
+                }
                 Err(e) => return Err(io::Error::from(e).into()),
             }
         }
@@ -166,7 +171,8 @@ mod tests {
     fn fds_arrive_in_order_with_the_frames_that_announce_them() {
         let (a, b) = UnixStream::pair().unwrap();
         let (mut a, mut b) = (Channel::new(a).unwrap(), Channel::new(b).unwrap());
-        let files: Vec<_> = ["/dev/null", "/dev/zero"].iter().map(|p| std::fs::File::open(p).unwrap()).collect();
+        let files: Vec<_> =
+            ["/dev/null", "/dev/zero"].iter().map(|p| std::fs::File::open(p).unwrap()).collect();
         a.send(&"two", &[files[0].as_fd(), files[1].as_fd()]).unwrap();
         a.send(&"none", &[]).unwrap();
         assert_eq!(b.recv::<String>().unwrap(), "two");
