@@ -1,2 +1,41 @@
-//! (to be written)
-fn main() {}
+//! `pagedd`, the daemon: one host, many tenants.
+//!
+//! **Owns** listening ports, the admin socket, control.db, arenas' fds and every child process. **Never** computes, opens a
+//! model file, or sees a tenant's text.
+//!
+//! This file is the table of contents:
+//!
+//! | module | what it is |
+//! |---|---|
+//! | [`start`] | from the command line to a running daemon, and its end |
+//! | [`daemon`] | the task that owns tenants and control.db, and carries out admin commands |
+//! | [`admin`] | the admin socket |
+//! | [`tenants`] | one tenant: port, share, keys, gateway |
+//! | [`gateway`] | a tenant's gateway process: forked, spoken to, replaced |
+//! | [`template`] | a model's template process, which forks gateways |
+//! | [`hub`] | delivery: request logs, attachments, cursors |
+//! | [`model`] | one model: its engine's thread |
+//! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
+//! | [`metrics`], [`status`] | what operators see |
+//! | [`convert`], [`settings`], [`backoff`] | small parts |
+
+mod admin;
+mod backoff;
+mod convert;
+mod daemon;
+mod gateway;
+mod hub;
+mod metrics;
+mod model;
+mod settings;
+mod start;
+mod status;
+mod template;
+mod tenants;
+mod worker;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    start::main()
+}

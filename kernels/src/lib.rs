@@ -1,1 +1,22 @@
-//! (to be written)
+//! Compute kernels, each behind a safe function that checks its sizes.
+//!
+//! **Owns** packed weight formats, quantised activations, matrix products, attention over paged KV, the small operators of a
+//! transformer, sampling, and the threads that run them. **Never** opens a file, knows a model or a sequence, or decides what runs.
+//!
+//! Bits: a row's result depends on that row's inputs only. It does not depend on the other rows of a batch, on how a prompt was cut
+//! into steps, on the number of threads or on the block size. Instruction sets may differ from one another in the last bits.
+
+mod cpu;
+mod error;
+pub mod sample;
+
+pub use cpu::activations::{ActivationKind, Activations, Scheme};
+pub use cpu::attention::{AttentionShape, attention};
+pub use cpu::dequant::dequantize;
+pub use cpu::isa::Isa;
+pub use cpu::kv::{KvElement, KvLayout, KvRow, SlotMapping, copy_block, write_kv};
+pub use cpu::matmul::{Product, matmul, matmul_all};
+pub use cpu::ops::{Pairing, RopeAngles, add, add_bias, rms_norm, rope, silu_mul};
+pub use cpu::packed::{Matrix, MatrixLayout, PANEL, PackedType, pack};
+pub use cpu::pool::ThreadPool;
+pub use error::{KvError, ShapeError};

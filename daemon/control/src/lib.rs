@@ -1,1 +1,42 @@
-//! (to be written)
+//! The admin protocol: what `pagedctl` asks the daemon over its unix socket, and what the daemon answers.
+//!
+//! **Owns** the message types, their JSON form and a blocking [`Client`]. **Never** decides or checks anything about a tenant:
+//! amounts and names travel as text and are checked by the side that acts on them.
+//!
+//! One request is one line of JSON, answered by one line of JSON, in order, over a connection that may carry many:
+//!
+//! ```text
+//! → {"protocol":1,"command":"tenant_show","name":"acme"}
+//! ← {"ok":{"reply":"tenant","tenant":{…}}}
+//! ← {"err":{"code":"unknown_tenant","message":"no tenant `acme`","remedy":"pagedctl tenant list names them"}}
+//! ```
+//!
+//! The socket's file mode and the peer's credentials are the access control; the protocol carries no secret but a new key.
+
+mod client;
+mod command;
+mod error;
+mod line;
+mod reply;
+
+pub use client::{Client, ClientError};
+pub use command::{
+    Command, KeyCreate, KeyList, KeyRevoke, Request, TenantChanges, TenantName, TenantRemove, TenantSet,
+    TenantSpec,
+};
+pub use error::{ControlError, ErrorCode};
+pub use line::{LineError, MAX_REPLY_LINE, MAX_REQUEST_LINE, decode_request, encode};
+pub use reply::{
+    GatewayInfo, GatewayState, KeyCreated, KeyInfo, KeyListed, MetricsText, ModelState, ModelStatus, Removed,
+    Reply, Response, Secret, ShareInfo, StatusInfo, Supervisor, TenantAdded, TenantInfo, TenantListed,
+    TenantShown, TenantState, Walls,
+};
+
+/// Version of the protocol. A daemon refuses another one by [`ErrorCode::UnsupportedProtocol`], naming both.
+pub const PROTOCOL: u32 = 1;
+
+/// Most characters of a key's label.
+pub const MAX_LABEL: usize = 100;
+
+#[cfg(test)]
+mod tests;

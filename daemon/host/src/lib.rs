@@ -1,1 +1,27 @@
-//! (to be written)
+//! What pagedd needs of a Linux host: processes, file descriptors, cgroups, the service manager.
+//!
+//! **Owns** the system calls. **Never** knows of models, tenants or requests, and keeps no policy beyond the keeper's.
+
+mod cgroup;
+mod confine;
+pub mod exit;
+pub mod fdstore;
+mod fork;
+pub mod identity;
+mod inherited;
+pub mod keeper;
+pub mod lock;
+pub mod memory;
+pub mod net;
+pub mod notify;
+pub mod peer;
+mod pidfd;
+mod process;
+pub mod threads;
+pub mod walls;
+
+pub use confine::{Identity, Sandbox, Step};
+pub use fork::{Confinement, ForkError, Forked, fork_confined, reap};
+pub use inherited::inherited;
+pub use pidfd::Pidfd;
+pub use process::{Child, Spawn, SpawnError, spawn};

@@ -132,6 +132,8 @@ pub enum ToGateway {
         created: u64,
         /// Choices.
         n: u32,
+        /// Entries that its log has at this moment; those from the attachment's start on follow at once.
+        entries: u64,
     },
     /// No such request of this tenant (any more).
     NotFound {
@@ -174,6 +176,10 @@ pub struct Welcome {
     pub max_body: u64,
     /// Most open connections.
     pub max_connections: u32,
+    /// How long a request's head may take, in milliseconds.
+    pub header_timeout_ms: u32,
+    /// How long a connection may stay without a request, in milliseconds.
+    pub idle_timeout_ms: u32,
     /// Accepted keys; `None` needs no key.
     pub keys: Option<Vec<KeyEntry>>,
     /// Requests are refused while this is set (tenant suspended, daemon draining, model failed).

@@ -1,2 +1,46 @@
-//! (to be written)
-fn main() {}
+//! `pagedd-worker`: runs step plans on a device, for the daemon that started it.
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::Parser;
+use pagedd_wire::Channel;
+use pagedd_worker::{arena, serve};
+
+/// The descriptor of the socket that the daemon hands over.
+const SOCKET: i32 = 3;
+
+/// Runs step plans of pagedd on a device.
+///
+/// Started by the pagedd daemon with a socket as descriptor 3; of no use by hand.
+#[derive(Parser)]
+#[command(version)]
+struct Args {}
+
+fn main() -> ExitCode {
+    let Args {} = Args::parse();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .with_max_level(tracing::Level::INFO)
+        .init();
+    // The text of a panic may hold values of a request: only its place is logged.
+    std::panic::set_hook(Box::new(|panic| {
+        let place = panic.location().map(ToString::to_string);
+        tracing::error!(place, "panic");
+    }));
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!(error = format!("{error:#}"), "worker ends");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> anyhow::Result<()> {
+    let socket = arena::inherited_socket(SOCKET)
+        .context("no socket on descriptor 3: pagedd-worker is started by the pagedd daemon")?;
+    serve::serve(&mut Channel::new(socket)?)?;
+    Ok(())
+}

@@ -1,0 +1,94 @@
+# What a developer and a newcomer type. `make` alone prints this list.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+# cargo-nextest where it is installed, else cargo's own runner. Tests that start a daemon use every core: one at a time.
+NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
+ARGS ?=
+KEEP ?=
+
+.PHONY: help
+help: ## This list
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: ## Serve a real model to two tenants, chat with both, compare with the reference, stop (KEEP=1: leave it running)
+	@KEEP="$(KEEP)" scripts/demo.sh
+
+.PHONY: test
+test: tools fmt-check lint deny model build-dev ## Everything that must hold: format, lints, licences, every test
+	@$(MAKE) --no-print-directory run-tests
+
+.PHONY: model
+model: ## Fetch the model of demo and tests (98 MB, once, into .cache)
+	@scripts/fetch_model.sh
+
+.PHONY: build
+build: tools ## Release build of the four binaries, into target/release
+	cargo build --locked --release --workspace --bins
+
+.PHONY: build-dev
+build-dev: tools
+	cargo build --locked --workspace --bins --tests
+
+.PHONY: run-tests
+run-tests:
+ifneq ($(NEXTEST),)
+	cargo nextest run --locked --workspace --no-fail-fast $(ARGS)
+else
+	cargo test --locked --workspace --exclude pagedd-tests --bins --lib --tests $(ARGS)
+	cargo test --locked --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
+endif
+
+.PHONY: test-unit
+test-unit: tools ## Every test that starts no daemon
+ifneq ($(NEXTEST),)
+	cargo nextest run --locked --workspace -E 'not package(pagedd-tests) or binary(/^(tidy|harness)$$/)' $(ARGS)
+else
+	cargo test --locked --workspace --exclude pagedd-tests --bins --lib --tests $(ARGS)
+	cargo test --locked --package pagedd-tests --lib --test tidy --test harness $(ARGS)
+endif
+
+.PHONY: test-e2e
+test-e2e: tools model build-dev ## Only the tests that start a daemon (ARGS: arguments of the test runner)
+ifneq ($(NEXTEST),)
+	cargo nextest run --locked --no-fail-fast -E 'package(pagedd-tests) & not binary(/^(tidy|harness)$$/)' $(ARGS)
+else
+	cargo test --locked --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
+endif
+
+.PHONY: bench
+bench: bench-cpu ## All benchmarks
+
+.PHONY: bench-cpu
+bench-cpu: build model ## This server and llama.cpp's on one CPU, in one run (ARGS: of scripts/bench_cpu.py)
+	@python3 scripts/bench_cpu.py $(ARGS)
+
+.PHONY: fmt
+fmt: tools ## Format the sources
+	cargo fmt --all
+
+.PHONY: fmt-check
+fmt-check: tools
+	cargo fmt --all --check
+
+.PHONY: lint
+lint: tools ## Lints as errors
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+
+.PHONY: doc
+doc: tools ## The crates' documentation, with broken links as errors
+	RUSTDOCFLAGS='-D warnings' cargo doc --locked --workspace --no-deps --document-private-items
+
+.PHONY: deny
+deny: tools ## Licences, bans and sources of all dependencies
+	@scripts/deny.sh
+
+.PHONY: tools
+tools:
+	@. scripts/lib.sh && need_rust && need_compiler
+
+.PHONY: clean
+clean: ## Remove build output (the fetched model stays)
+	cargo clean

@@ -1,0 +1,116 @@
+//! The command line: what can be typed.
+
+use crate::context::{Context, Environment, Outcome};
+use crate::failure::{self, Failure};
+use crate::{completions, config_check, key, metrics, status, tenant};
+use clap::{Parser, Subcommand};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Manages pagedd: tenants, their keys, and what the daemon is doing.
+#[derive(Debug, Parser)]
+#[command(name = "pagedctl", version, after_help = failure::HELP, propagate_version = true)]
+pub struct Cli {
+    /// Path of the daemon's admin socket [default: /run/pagedd/admin.sock, else /var/lib/pagedd/admin.sock]
+    #[arg(long, global = true, value_name = "PATH")]
+    socket: Option<PathBuf>,
+
+    /// Print the daemon's reply as JSON
+    #[arg(long, global = true)]
+    json: bool,
+
+    #[command(subcommand)]
+    command: Top,
+}
+
+#[derive(Debug, Subcommand)]
+enum Top {
+    /// Make, change and list tenants
+    #[command(subcommand)]
+    Tenant(Tenant),
+    /// Make, list and revoke a tenant's keys
+    #[command(subcommand)]
+    Key(Key),
+    /// Show the daemon, its models and its tenants
+    Status,
+    /// Print metrics in Prometheus' text format
+    Metrics,
+    /// Check a configuration file
+    #[command(subcommand)]
+    Config(Config),
+    /// Print shell completions
+    Completions(completions::Args),
+}
+
+#[derive(Debug, Subcommand)]
+enum Tenant {
+    /// Make a tenant with its own port, and its first key
+    Add(tenant::add::Args),
+    /// Change a tenant
+    Set(tenant::set::Args),
+    /// List tenants
+    List,
+    /// Show a tenant
+    Show(tenant::show::Args),
+    /// Refuse a tenant's new requests; running ones go on
+    Suspend(tenant::suspend::Args),
+    /// Take a suspended tenant's requests again
+    Resume(tenant::resume::Args),
+    /// End a tenant: its keys and its port are gone
+    Remove(tenant::remove::Args),
+}
+
+#[derive(Debug, Subcommand)]
+enum Key {
+    /// Make a further key; it is shown once
+    Create(key::create::Args),
+    /// List a tenant's keys, without their secrets
+    List(key::list::Args),
+    /// Revoke a key at once
+    Revoke(key::revoke::Args),
+}
+
+#[derive(Debug, Subcommand)]
+enum Config {
+    /// Check a configuration file without starting anything
+    Check(config_check::Args),
+}
+
+/// Parses `args` (the program's name first) and carries it out.
+pub fn run(args: impl IntoIterator<Item = OsString>, environment: &Environment) -> Outcome {
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => {
+            let text = error.render().to_string();
+            return if error.use_stderr() {
+                Outcome { code: failure::USAGE, stdout: String::new(), stderr: text }
+            } else {
+                Outcome { code: failure::OK, stdout: text, stderr: String::new() }
+            };
+        }
+    };
+    match dispatch(cli, environment) {
+        Ok(stdout) => Outcome { code: failure::OK, stdout, stderr: String::new() },
+        Err(failure) => Outcome { code: failure.code(), stdout: String::new(), stderr: failure.text() },
+    }
+}
+
+fn dispatch(cli: Cli, environment: &Environment) -> Result<String, Failure> {
+    let context = Context { socket: environment.socket(cli.socket), json: cli.json };
+    match cli.command {
+        Top::Tenant(Tenant::Add(args)) => tenant::add::run(&args, &context),
+        Top::Tenant(Tenant::Set(args)) => tenant::set::run(&args, &context),
+        Top::Tenant(Tenant::List) => tenant::list::run(&context),
+        Top::Tenant(Tenant::Show(args)) => tenant::show::run(&args, &context),
+        Top::Tenant(Tenant::Suspend(args)) => tenant::suspend::run(&args, &context),
+        Top::Tenant(Tenant::Resume(args)) => tenant::resume::run(&args, &context),
+        Top::Tenant(Tenant::Remove(args)) => tenant::remove::run(&args, &context),
+        Top::Key(Key::Create(args)) => key::create::run(&args, &context),
+        Top::Key(Key::List(args)) => key::list::run(&args, &context),
+        Top::Key(Key::Revoke(args)) => key::revoke::run(&args, &context),
+        Top::Status => status::run(&context),
+        Top::Metrics => metrics::run(&context),
+        Top::Config(Config::Check(args)) => config_check::run(&args, &context, environment),
+        Top::Completions(args) => Ok(completions::run(&args)),
+    }
+}

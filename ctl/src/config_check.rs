@@ -1,0 +1,69 @@
+//! `pagedctl config check`: as the daemon would read it, without a daemon.
+
+use crate::context::{Context, Environment};
+use crate::failure::Failure;
+use crate::table::{Align::Left, Table};
+use pagedd_config::{Config, KvMemory};
+use std::path::PathBuf;
+
+/// What is checked.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The file [default: /etc/pagedd/pagedd.yaml]
+    file: Option<PathBuf>,
+}
+
+/// What holds, or the first error.
+pub fn run(args: &Args, context: &Context, environment: &Environment) -> Result<String, Failure> {
+    let file = args.file.as_ref().unwrap_or(&environment.config);
+    if args.file.is_none() && !file.exists() {
+        return Err(Failure::Usage {
+            message: format!("there is no configuration at {}", file.display()),
+            hint: Some("name a file: pagedctl config check FILE".to_owned()),
+        });
+    }
+    let config = Config::load(file)?;
+    if context.json {
+        let models: Vec<_> = config
+            .models
+            .iter()
+            .map(|model| serde_json::json!({ "name": model.name.as_str(), "path": model.path.display().to_string() }))
+            .collect();
+        let summary = serde_json::json!({
+            "file": file.display().to_string(),
+            "valid": true,
+            "state_dir": config.state_dir.display().to_string(),
+            "admin_socket": config.admin_socket.display().to_string(),
+            "models": models,
+        });
+        return Ok(format!("{summary:#}\n"));
+    }
+    let mut text = format!("{}: valid\n", file.display());
+    if config.models.is_empty() {
+        text.push_str("note: no model is configured; pagedd needs one under `models:` to serve tenants\n");
+        return Ok(text);
+    }
+    let mut table = Table::new([
+        ("MODEL", Left),
+        ("DEVICE", Left),
+        ("DTYPE", Left),
+        ("KV DTYPE", Left),
+        ("KV MEMORY", Left),
+        ("PATH", Left),
+    ]);
+    for model in &config.models {
+        table.row([
+            model.name.to_string(),
+            model.device.to_string(),
+            model.dtype.to_string(),
+            model.kv_dtype.to_string(),
+            match model.kv_memory {
+                KvMemory::Auto => "auto".to_owned(),
+                KvMemory::Given(amount) => amount.to_string(),
+            },
+            model.path.display().to_string(),
+        ]);
+    }
+    text.push_str(&table.render());
+    Ok(text)
+}

@@ -1,0 +1,114 @@
+//! What went wrong, and the exit code that says so.
+
+use pagedd_config::{ConfigError, NameError};
+use pagedd_control::{ClientError, Reply};
+use std::fmt::Write;
+
+/// It was done.
+pub const OK: u8 = 0;
+/// The daemon refused, or the configuration has an error.
+pub const REFUSED: u8 = 1;
+/// What was typed cannot be meant.
+pub const USAGE: u8 = 2;
+/// The daemon is not reachable.
+pub const UNREACHABLE: u8 = 3;
+/// Something that should not happen.
+pub const INTERNAL: u8 = 4;
+
+/// The exit codes, for `--help`.
+pub const HELP: &str = "\
+Exit codes:
+  0  done
+  1  refused by the daemon, or the configuration has an error
+  2  the command line is wrong
+  3  the daemon is not reachable
+  4  internal error
+
+Environment:
+  PAGEDD_SOCKET  path of the admin socket, where --socket is not given";
+
+/// Why a command was not carried out.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// What was typed cannot be meant.
+    #[error("{message}")]
+    Usage {
+        /// One line.
+        message: String,
+        /// What to type instead.
+        hint: Option<String>,
+    },
+    /// The daemon refused or was not reached.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// A configuration has an error.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The daemon answered something else.
+    #[error("pagedd answered `{command}` by something else: {reply}")]
+    WrongReply {
+        /// What was asked.
+        command: &'static str,
+        /// The answer's kind.
+        reply: String,
+    },
+    /// A reply could not be printed.
+    #[error("the reply cannot be printed as JSON: {0}")]
+    Json(#[from] serde_json::Error),
+}
+
+impl Failure {
+    /// A wrong command line.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self::Usage { message: message.into(), hint: None }
+    }
+
+    /// An answer to another question.
+    pub fn wrong_reply(command: &'static str, reply: &Reply) -> Self {
+        let kind =
+            serde_json::to_value(reply).ok().and_then(|value| value["reply"].as_str().map(str::to_owned));
+        Self::WrongReply { command, reply: kind.unwrap_or_default() }
+    }
+
+    /// The exit code.
+    pub fn code(&self) -> u8 {
+        match self {
+            Self::Usage { .. } => USAGE,
+            Self::Client(ClientError::Refused(_)) | Self::Config(_) => REFUSED,
+            Self::Client(
+                ClientError::NotRunning { .. }
+                | ClientError::PermissionDenied { .. }
+                | ClientError::PathTooLong { .. }
+                | ClientError::TimedOut { .. }
+                | ClientError::Closed { .. }
+                | ClientError::Garbled { .. }
+                | ClientError::Io { .. },
+            ) => UNREACHABLE,
+            Self::WrongReply { .. } | Self::Json(_) => INTERNAL,
+        }
+    }
+
+    /// `error: …` and, where something can be done, `hint: …`.
+    pub fn text(&self) -> String {
+        let hint = match self {
+            Self::Usage { hint, .. } => hint.clone(),
+            Self::Client(error) => error.remedy(),
+            Self::WrongReply { .. } => {
+                Some("use the pagedctl that was installed with this pagedd".to_owned())
+            }
+            Self::Config(_) | Self::Json(_) => None,
+        };
+        let mut text = format!("error: {self}\n");
+        if let Some(hint) = hint {
+            // Writing to a String does not fail.
+            let _ = writeln!(text, "hint: {hint}");
+        }
+        text
+    }
+}
+
+impl From<NameError> for Failure {
+    fn from(error: NameError) -> Self {
+        Self::usage(error.to_string())
+    }
+}

@@ -1,0 +1,27 @@
+//! `pagedctl key revoke`.
+
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::tenant::name;
+use pagedd_control::{Command, KeyRevoke, Reply};
+
+/// Which key.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Whose key
+    tenant: String,
+    /// Which key, by its id in `pagedctl key list`
+    id: u32,
+}
+
+/// What holds from now on.
+pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
+    let tenant = name(&args.tenant)?;
+    let command = Command::KeyRevoke(KeyRevoke { tenant: tenant.clone(), id: args.id });
+    context.ask(command, |reply| match reply {
+        Reply::KeyRevoked(key) => {
+            Some(format!("key {} ({}…) of tenant {tenant} is revoked\n", key.id, key.prefix))
+        }
+        _ => None,
+    })
+}

@@ -1,0 +1,122 @@
+//! Values as people read them.
+
+use pagedd_control::{GatewayInfo, GatewayState, ModelState, ShareInfo, TenantInfo, TenantState};
+
+/// What is not known.
+pub const UNKNOWN: &str = "-";
+
+/// A value, or [`UNKNOWN`].
+pub fn or_unknown(value: Option<impl ToString>) -> String {
+    value.map_or_else(|| UNKNOWN.to_owned(), |value| value.to_string())
+}
+
+/// A tenant's state.
+pub fn tenant_state(state: &TenantState) -> String {
+    match state {
+        TenantState::Starting => "starting".to_owned(),
+        TenantState::Ready => "ready".to_owned(),
+        TenantState::Suspended => "suspended".to_owned(),
+        TenantState::Failed { error } => format!("failed: {error}"),
+    }
+}
+
+/// A gateway's state.
+pub fn gateway(gateway: &GatewayInfo) -> String {
+    let state = match &gateway.state {
+        GatewayState::Starting => "starting".to_owned(),
+        GatewayState::Running => "running".to_owned(),
+        GatewayState::Restarting { attempt } => format!("restarting (attempt {attempt})"),
+        GatewayState::Failed { error } => format!("failed: {error}"),
+    };
+    let pid = gateway.pid.map(|pid| format!(", pid {pid}")).unwrap_or_default();
+    format!("{state}{pid}, {} restarts", gateway.restarts)
+}
+
+/// A model's state.
+pub fn model_state(state: &ModelState) -> String {
+    match state {
+        ModelState::Loading { permille } => format!("loading {}%", permille / 10),
+        ModelState::Ready => "ready".to_owned(),
+        ModelState::Restarting { attempt } => format!("restarting (attempt {attempt})"),
+        ModelState::Failed { error } => format!("failed: {error}"),
+    }
+}
+
+/// An amount as it was given, with its blocks where they are known.
+fn amount(given: &str, blocks: Option<u32>) -> String {
+    blocks.map_or_else(|| given.to_owned(), |blocks| format!("{given} ({blocks} blocks)"))
+}
+
+/// A floor.
+pub fn floor(share: &ShareInfo) -> String {
+    amount(&share.floor, share.floor_blocks)
+}
+
+/// A ceiling.
+pub fn ceiling(share: &ShareInfo) -> String {
+    amount(&share.ceiling, share.ceiling_blocks)
+}
+
+/// Everything about a tenant, one field a line.
+pub fn tenant(info: &TenantInfo) -> String {
+    crate::table::fields(&[
+        ("tenant", info.name.clone()),
+        ("id", info.id.to_string()),
+        ("state", tenant_state(&info.state)),
+        ("url", info.url.clone()),
+        ("port", info.port.to_string()),
+        ("model", info.model.clone()),
+        ("kv floor", floor(&info.share)),
+        ("kv ceiling", ceiling(&info.share)),
+        ("kv held", format!("{} blocks", info.share.held_blocks)),
+        ("kv cached", format!("{} blocks", info.share.cached_blocks)),
+        ("running", info.running.to_string()),
+        ("waiting", info.waiting.to_string()),
+        ("keys", if info.auth { info.keys.to_string() } else { format!("{} (none needed)", info.keys) }),
+        ("gateway", gateway(&info.gateway)),
+        ("created", time(info.created_unix)),
+    ])
+}
+
+/// Seconds since 1970 as UTC.
+pub fn time(unix: i64) -> String {
+    let (days, second) = (unix.div_euclid(86_400), unix.rem_euclid(86_400));
+    // Years are counted from March, so that a leap day is a year's last: 400 of them have 146,097 days.
+    let shifted = days + 719_468;
+    let (era, day_of_era) = (shifted.div_euclid(146_097), shifted.rem_euclid(146_097));
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = year_of_era + era * 400 + i64::from(month <= 2);
+    let (hour, minute, second) = (second / 3_600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
+}
+
+/// Seconds as days, hours, minutes and seconds, the two largest of them.
+pub fn uptime(seconds: u64) -> String {
+    let parts =
+        [(seconds / 86_400, "d"), (seconds / 3_600 % 24, "h"), (seconds / 60 % 60, "m"), (seconds % 60, "s")];
+    let first = parts.iter().position(|(n, _)| *n > 0).unwrap_or(3);
+    let shown: Vec<String> = parts[first..].iter().take(2).map(|(n, unit)| format!("{n}{unit}")).collect();
+    shown.join(" ")
+}
+
+/// Milliseconds, rounded as people would.
+pub fn age(ms: u64) -> String {
+    match ms {
+        0..1_000 => format!("{ms}ms"),
+        1_000..60_000 => format!("{}.{}s", ms / 1_000, ms / 100 % 10),
+        _ => uptime(ms / 1_000),
+    }
+}
+
+/// Bytes, rounded down to a tenth of the largest binary unit.
+pub fn bytes(bytes: u64) -> String {
+    let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    let Some((name, unit)) = units.into_iter().find(|(_, unit)| bytes >= *unit) else {
+        return format!("{bytes}B");
+    };
+    format!("{}.{}{name}", bytes / unit, bytes % unit * 10 / unit)
+}

@@ -1,0 +1,98 @@
+//! `pagedctl status`.
+
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::show::{age, bytes, model_state, or_unknown, uptime};
+use crate::table::{Align::Left, Align::Right, Table, fields};
+use crate::tenant::list;
+use pagedd_control::{Command, ModelStatus, Reply, StatusInfo, Walls};
+
+/// The daemon, its models and its tenants.
+pub fn run(context: &Context) -> Result<String, Failure> {
+    context.ask(Command::Status, |reply| match reply {
+        Reply::Status(status) => Some(render(status)),
+        _ => None,
+    })
+}
+
+fn render(status: &StatusInfo) -> String {
+    let daemon = fields(&[
+        ("pagedd", format!("{}, pid {}, up {}", status.version, status.pid, uptime(status.uptime_s))),
+        ("config", status.config.clone().unwrap_or_else(|| "defaults".to_owned())),
+        ("state", status.state_dir.clone()),
+        ("supervisor", status.supervisor.as_str().to_owned()),
+        ("durable", if status.durable { "yes" } else { "no" }.to_owned()),
+        (
+            "walls",
+            match &status.walls {
+                Walls::Full => "full".to_owned(),
+                Walls::Reduced { reason } => format!("reduced: {reason}"),
+            },
+        ),
+    ]);
+    let models = if status.models.is_empty() { "no models\n".to_owned() } else { models(&status.models) };
+    let tenants = if status.tenants.is_empty() {
+        "no tenants\n".to_owned()
+    } else {
+        list::table(&status.tenants).render()
+    };
+    format!("{daemon}\n{models}\n{tenants}")
+}
+
+fn models(models: &[ModelStatus]) -> String {
+    let mut what = Table::new([
+        ("MODEL", Left),
+        ("STATE", Left),
+        ("ARCHITECTURE", Left),
+        ("DEVICE", Left),
+        ("DTYPE", Left),
+        ("KV", Left),
+        ("KERNELS", Left),
+        ("THREADS", Right),
+        ("WEIGHTS", Right),
+        ("CONTEXT", Right),
+        ("WORKER", Right),
+        ("RESTARTS", Right),
+    ]);
+    let mut load = Table::new([
+        ("MODEL", Left),
+        ("BLOCKS", Right),
+        ("FREE", Right),
+        ("CACHED", Right),
+        ("HELD", Right),
+        ("BLOCK SIZE", Right),
+        ("RUNNING", Right),
+        ("WAITING", Right),
+        ("STEPS", Right),
+        ("LAST STEP", Right),
+    ]);
+    for model in models {
+        what.row([
+            model.name.clone(),
+            model_state(&model.state),
+            or_unknown(model.architecture.as_ref()),
+            model.device.clone(),
+            or_unknown(model.dtype.as_ref()),
+            or_unknown(model.kv_dtype.as_ref()),
+            or_unknown(model.kernels.as_ref()),
+            or_unknown(model.threads),
+            or_unknown(model.weight_bytes.map(bytes)),
+            or_unknown(model.max_model_len),
+            or_unknown(model.worker_pid),
+            model.restarts.to_string(),
+        ]);
+        load.row([
+            model.name.clone(),
+            or_unknown(model.blocks_total),
+            model.blocks_free.to_string(),
+            model.blocks_cached.to_string(),
+            model.blocks_held.to_string(),
+            model.block_size.to_string(),
+            model.running.to_string(),
+            model.waiting.to_string(),
+            model.steps.to_string(),
+            model.last_step_age_ms.map_or_else(|| "never".to_owned(), |ms| format!("{} ago", age(ms))),
+        ]);
+    }
+    format!("{}\n{}", what.render(), load.render())
+}

@@ -1,0 +1,54 @@
+//! `pagedctl tenant set`.
+
+use super::{amount, name, port};
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::show;
+use clap::ValueEnum;
+use pagedd_control::{Command, Reply, TenantChanges, TenantSet};
+
+/// What changes.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Which tenant
+    name: String,
+    /// Another TCP port; streams on the old one go on
+    #[arg(long)]
+    port: Option<String>,
+    /// Other KV memory that is guaranteed to it; 0% takes it away
+    #[arg(long, value_name = "AMOUNT")]
+    kv_floor: Option<String>,
+    /// Other KV memory that it can hold at most; 100% takes the limit away
+    #[arg(long, value_name = "AMOUNT")]
+    kv_ceiling: Option<String>,
+    /// Whether requests need a key
+    #[arg(long)]
+    auth: Option<Switch>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum Switch {
+    On,
+    Off,
+}
+
+/// The tenant as it is then.
+pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
+    let changes = TenantChanges {
+        port: port(args.port.as_deref())?,
+        kv_floor: amount("--kv-floor", args.kv_floor.as_deref())?,
+        kv_ceiling: amount("--kv-ceiling", args.kv_ceiling.as_deref())?,
+        auth: args.auth.map(|switch| switch == Switch::On),
+    };
+    let name = name(&args.name)?;
+    if changes.is_empty() {
+        return Err(Failure::Usage {
+            message: format!("nothing to change about `{name}`"),
+            hint: Some("give --port, --kv-floor, --kv-ceiling or --auth".to_owned()),
+        });
+    }
+    context.ask(Command::TenantSet(TenantSet { name, changes }), |reply| match reply {
+        Reply::Tenant(shown) => Some(show::tenant(&shown.tenant)),
+        _ => None,
+    })
+}

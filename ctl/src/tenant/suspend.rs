@@ -1,0 +1,24 @@
+//! `pagedctl tenant suspend`.
+
+use super::name;
+use crate::context::Context;
+use crate::failure::Failure;
+use pagedd_control::{Command, Reply, TenantName};
+
+/// Which tenant.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Which tenant
+    name: String,
+}
+
+/// What holds from now on.
+pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
+    let command = Command::TenantSuspend(TenantName { name: name(&args.name)? });
+    context.ask(command, |reply| match reply {
+        Reply::Tenant(shown) => {
+            Some(format!("tenant {} is suspended; running requests go on\n", shown.tenant.name))
+        }
+        _ => None,
+    })
+}

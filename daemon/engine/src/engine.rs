@@ -1,0 +1,210 @@
+//! The step loop.
+
+use std::ops::ControlFlow;
+use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
+use std::time::{Duration, Instant};
+
+use pagedd_sched::{Applied, Finished, Scheduler, StepOutput, StepPlan};
+use tracing::{error, warn};
+
+use crate::handle::{Command, Inbox};
+use crate::traits::{EngineStats, Journal, Observer, Worker, WorkersExhausted};
+
+/// How an engine behaves.
+#[derive(Clone, Copy, Debug)]
+pub struct EngineConfig {
+    /// Between two observations while the engine works.
+    pub observe_every: Duration,
+    /// A plan that has taken this many workers with it is given up, and every request with a row in it fails.
+    pub plan_deaths: u32,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self { observe_every: Duration::from_millis(100), plan_deaths: 3 }
+    }
+}
+
+/// How long an idle engine waits before it looks around.
+const IDLE_TURN: Duration = Duration::from_secs(1);
+
+/// One model's engine. Lives on its own thread, inside [`Engine::run`].
+pub struct Engine<W, J: Journal, O> {
+    config: EngineConfig,
+    inbox: Inbox<J::Ticket>,
+    scheduler: Scheduler,
+    worker: W,
+    journal: J,
+    observer: O,
+    start: Instant,
+    observed: Option<Instant>,
+    /// Numbers that the scheduler does not keep; its own are filled in when observed.
+    stats: EngineStats,
+}
+
+impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
+    /// An engine that has not started. `start` is the zero of its clock.
+    pub fn new(
+        config: EngineConfig,
+        inbox: Inbox<J::Ticket>,
+        scheduler: Scheduler,
+        worker: W,
+        journal: J,
+        observer: O,
+        start: Instant,
+    ) -> Self {
+        let stats = EngineStats::default();
+        Self { config, inbox, scheduler, worker, journal, observer, start, observed: None, stats }
+    }
+
+    /// Runs until [`Command::Stop`] or until every handle is gone.
+    ///
+    /// # Errors
+    /// [`WorkersExhausted`]: no worker can be had; every request was finished as failed.
+    pub fn run(mut self) -> Result<(), WorkersExhausted> {
+        loop {
+            if self.drain_inbox().is_break() {
+                return Ok(());
+            }
+            let now = self.now_us();
+            match self.scheduler.schedule(now) {
+                Some(plan) => self.step(plan)?,
+                None => {
+                    if self.idle().is_break() {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    /// The plain loop's step: one plan from schedule to commit.
+    fn step(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
+        let Some(output) = self.execute(&plan)? else {
+            return self.give_up(plan);
+        };
+        self.stats.steps += 1;
+        self.stats.compute_us += output.compute_us;
+        self.stats.computed_tokens += plan.rows.iter().map(|row| row.inputs.len() as u64).sum::<u64>();
+        let record = self.scheduler.apply(plan, output);
+        self.stats.last_step_us = Some(self.now_us());
+        self.journal.commit(record);
+        self.observe(false);
+        Ok(())
+    }
+
+    /// The output of `plan`, through as many workers as it takes; `None` where it has taken too many with it.
+    fn execute(&mut self, plan: &StepPlan) -> Result<Option<StepOutput>, WorkersExhausted> {
+        for deaths in 1..=self.config.plan_deaths {
+            match self.worker.submit(plan).and_then(|()| self.worker.collect()) {
+                Ok(output) => return Ok(Some(output)),
+                Err(lost) => {
+                    self.stats.workers_lost += 1;
+                    warn!(plan = plan.id.0, deaths, reason = lost.reason, "worker lost");
+                    self.recover()?;
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn recover(&mut self) -> Result<(), WorkersExhausted> {
+        let sequences = self.scheduler.snapshot();
+        self.worker.recover(sequences).inspect_err(|exhausted| {
+            error!(reason = exhausted.reason, "no worker can be had; every request of this model fails");
+            let finished = self.scheduler.fail_all();
+            self.commit_finished(finished);
+            self.observe(true);
+        })
+    }
+
+    /// Fails the requests of a plan that kills workers. The fresh worker has not seen it.
+    fn give_up(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
+        error!(plan = plan.id.0, rows = plan.rows.len(), "this plan kills workers; its requests fail");
+        let failed = plan
+            .rows
+            .iter()
+            .flat_map(|row| std::iter::once(row.seq).chain(row.samples.iter().copied()))
+            .map(|seq| (seq, "the worker died on this request".to_owned()))
+            .collect();
+        let output = StepOutput { plan: plan.id, sampled: Vec::new(), failed, compute_us: 0 };
+        let record = self.scheduler.apply(plan, output);
+        self.journal.commit(record);
+        // What the plan would have begun or copied never happened: the worker starts again from the scheduler's state.
+        self.recover()
+    }
+
+    /// Takes every command that waits.
+    fn drain_inbox(&mut self) -> ControlFlow<()> {
+        loop {
+            match self.inbox.receiver.try_recv() {
+                Ok(command) => self.obey(command)?,
+                Err(TryRecvError::Empty) => return ControlFlow::Continue(()),
+                Err(TryRecvError::Disconnected) => return ControlFlow::Break(()),
+            }
+        }
+    }
+
+    /// Nothing can run: waits for a command.
+    fn idle(&mut self) -> ControlFlow<()> {
+        if let Err(violation) = self.scheduler.check() {
+            error!(%violation, "the block ledger does not add up");
+        }
+        self.observe(true);
+        match self.inbox.receiver.recv_timeout(IDLE_TURN) {
+            Ok(command) => self.obey(command),
+            Err(RecvTimeoutError::Timeout) => ControlFlow::Continue(()),
+            Err(RecvTimeoutError::Disconnected) => ControlFlow::Break(()),
+        }
+    }
+
+    fn obey(&mut self, command: Command<J::Ticket>) -> ControlFlow<()> {
+        match command {
+            Command::Submit(submission) => {
+                let id = submission.request.id;
+                match self.scheduler.admit(submission.request) {
+                    Ok(()) => self.journal.admitted(id, submission.ticket),
+                    Err(error) => self.journal.refused(submission.ticket, error),
+                }
+            }
+            Command::Cancel(request) => {
+                let finished = self.scheduler.cancel(request);
+                self.commit_finished(finished);
+            }
+            Command::FinishChoice { request, choice, reason } => {
+                let finished = self.scheduler.finish_choice(request, choice, reason);
+                self.commit_finished(finished);
+            }
+            Command::SetShare { tenant, share, reply } => {
+                reply(self.scheduler.set_share(tenant, share));
+                self.observe(true);
+            }
+            Command::RemoveTenant { tenant, reply } => {
+                let finished = self.scheduler.remove_tenant(tenant);
+                self.commit_finished(finished);
+                reply(());
+                self.observe(true);
+            }
+            Command::Stop => return ControlFlow::Break(()),
+        }
+        ControlFlow::Continue(())
+    }
+
+    fn commit_finished(&mut self, finished: Vec<Finished>) {
+        if !finished.is_empty() {
+            self.journal.commit(Applied { tokens: Vec::new(), finished });
+        }
+    }
+
+    fn observe(&mut self, now: bool) {
+        let due = self.observed.is_none_or(|at| at.elapsed() >= self.config.observe_every);
+        if now || due {
+            self.observed = Some(Instant::now());
+            self.observer.observe(EngineStats { scheduler: self.scheduler.stats(), ..self.stats.clone() });
+        }
+    }
+
+    fn now_us(&self) -> u64 {
+        self.start.elapsed().as_micros() as u64
+    }
+}

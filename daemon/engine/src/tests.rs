@@ -1,0 +1,236 @@
+//! The loop against a scripted worker: what is told to whom, in which order.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use pagedd_core::{Blocks, RequestId, SamplingParams, TenantId, TokenId, Tokens};
+use pagedd_sched::{
+    AdmitError, NewRequest, PolicyKind, Sampled, Scheduler, SchedulerConfig, SequenceSnapshot, ShareSpec,
+    StepOutput, StepPlan,
+};
+
+use crate::{
+    Command, Engine, EngineConfig, EngineHandle, EngineStats, Journal, Observer, StepRecord, Submission,
+    Worker, WorkerLost, WorkersExhausted, inbox,
+};
+
+const TENANT: TenantId = TenantId(1);
+
+/// Everything that happened, in order.
+type Events = Rc<RefCell<Vec<String>>>;
+
+/// Answers each sample with the token `position`, and dies when told to.
+struct Scripted {
+    events: Events,
+    plan: Option<StepPlan>,
+    /// Whether the next submits end in death.
+    deaths: VecDeque<bool>,
+    /// Recoveries that succeed before there are no more workers.
+    recoveries: usize,
+}
+
+impl Worker for Scripted {
+    fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost> {
+        self.events.borrow_mut().push(format!("submit {}", plan.id.0));
+        self.plan = Some(plan.clone());
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
+        if self.deaths.pop_front() == Some(true) {
+            return Err(WorkerLost { reason: "scripted".to_owned() });
+        }
+        let plan = self.plan.take().expect("collect follows submit");
+        let sampled = plan.rows.iter().flat_map(|row| {
+            let position = row.start.0 + row.inputs.len() as u32;
+            row.samples.iter().map(move |seq| Sampled {
+                seq: *seq,
+                token: TokenId(position),
+                logprob: None,
+                top: Vec::new(),
+            })
+        });
+        Ok(StepOutput { plan: plan.id, sampled: sampled.collect(), failed: Vec::new(), compute_us: 1 })
+    }
+
+    fn recover(&mut self, sequences: Vec<SequenceSnapshot>) -> Result<(), WorkersExhausted> {
+        let known: Vec<_> = sequences.iter().map(|s| s.tokens.len()).collect();
+        self.events.borrow_mut().push(format!("recover {known:?}"));
+        self.recoveries =
+            self.recoveries.checked_sub(1).ok_or(WorkersExhausted { reason: "scripted".to_owned() })?;
+        Ok(())
+    }
+}
+
+struct Recorder {
+    events: Events,
+    handle: EngineHandle<&'static str>,
+    /// Choices that must end before the engine is told to stop.
+    open: usize,
+}
+
+impl Recorder {
+    fn say(&self, event: String) {
+        self.events.borrow_mut().push(event);
+    }
+}
+
+impl Journal for Recorder {
+    type Ticket = &'static str;
+
+    fn admitted(&mut self, _: RequestId, ticket: &'static str) {
+        self.say(format!("admitted {ticket}"));
+    }
+
+    fn refused(&mut self, ticket: &'static str, error: AdmitError) {
+        self.say(format!("refused {ticket}: {error}"));
+        self.ended();
+    }
+
+    fn commit(&mut self, record: StepRecord) {
+        for token in &record.tokens {
+            self.say(format!("token {}", token.token.0));
+        }
+        for finished in &record.finished {
+            self.say(format!("finished {}", finished.reason));
+            self.ended();
+        }
+    }
+}
+
+impl Recorder {
+    fn ended(&mut self) {
+        self.open -= 1;
+        if self.open == 0 {
+            self.handle.send(Command::Stop).map_err(|(full, _)| full).expect("room for a stop");
+        }
+    }
+}
+
+struct Silent;
+
+impl Observer for Silent {
+    fn observe(&mut self, _: EngineStats) {}
+}
+
+fn request(prompt: u32, max_tokens: u32) -> NewRequest {
+    NewRequest {
+        id: RequestId([prompt as u8; 16]),
+        tenant: TENANT,
+        prompt: (0..prompt).map(TokenId).collect(),
+        n: 1,
+        max_tokens: Tokens(max_tokens),
+        stop_ids: Vec::new(),
+        sampling: SamplingParams::GREEDY,
+    }
+}
+
+/// Runs `submissions` until `open` of them ended, with a worker that dies as scripted.
+fn run(
+    submissions: Vec<Submission<&'static str>>,
+    deaths: &[bool],
+    recoveries: usize,
+) -> (Vec<String>, Result<(), WorkersExhausted>) {
+    let events = Events::default();
+    let (handle, commands) = inbox(64);
+    let mut scheduler = Scheduler::new(SchedulerConfig {
+        block_size: Tokens(16),
+        capacity: Blocks(8),
+        max_num_seqs: 4,
+        max_num_batched_tokens: Tokens(64),
+        max_model_len: Tokens(100),
+        max_queued_requests: 10,
+        policy: PolicyKind::Fcfs,
+        cache_key: [0; 32],
+        weight_digest: [0; 16],
+        prefix_cache: true,
+    });
+    scheduler
+        .set_share(TENANT, ShareSpec { floor: Blocks(0), ceiling: Blocks(8) })
+        .expect("a share of everything");
+    let open = submissions.len();
+    for submission in submissions {
+        handle.send(Command::Submit(Box::new(submission))).map_err(|(full, _)| full).expect("room");
+    }
+    let worker =
+        Scripted { events: events.clone(), plan: None, deaths: deaths.iter().copied().collect(), recoveries };
+    let journal = Recorder { events: events.clone(), handle, open };
+    let config = EngineConfig { observe_every: Duration::ZERO, ..EngineConfig::default() };
+    let result = Engine::new(config, commands, scheduler, worker, journal, Silent, Instant::now()).run();
+    (events.take(), result)
+}
+
+#[test]
+fn a_request_is_admitted_computed_and_committed_in_this_order() {
+    let (events, result) = run(vec![Submission { request: request(4, 2), ticket: "a" }], &[], 0);
+    assert_eq!(result, Ok(()));
+    let expected = ["admitted a", "submit 1", "token 4", "submit 2", "token 5", "finished length"];
+    assert_eq!(events, expected);
+}
+
+#[test]
+fn what_can_never_fit_is_refused_at_once() {
+    let (events, _) = run(vec![Submission { request: request(100, 1), ticket: "long" }], &[], 0);
+    assert_eq!(events.len(), 1, "{events:?}");
+    assert!(events[0].starts_with("refused long: "), "{events:?}");
+}
+
+#[test]
+fn a_plan_outlives_its_worker_and_the_next_one_knows_every_sequence() {
+    let (events, result) =
+        run(vec![Submission { request: request(4, 2), ticket: "a" }], &[false, true, false], 1);
+    assert_eq!(result, Ok(()));
+    let expected = [
+        "admitted a",
+        "submit 1",
+        "token 4",
+        "submit 2",
+        "recover [5]",
+        "submit 2",
+        "token 5",
+        "finished length",
+    ];
+    assert_eq!(events, expected);
+}
+
+#[test]
+fn a_plan_that_kills_every_worker_fails_its_requests_and_no_others() {
+    let (events, result) = run(
+        vec![
+            Submission { request: request(4, 2), ticket: "poison" },
+            Submission { request: request(64, 1), ticket: "next" },
+        ],
+        &[true, true, true],
+        4,
+    );
+    assert_eq!(result, Ok(()));
+    let failed = events.iter().filter(|event| *event == "finished failed").count();
+    let finished = events.iter().filter(|event| *event == "finished length").count();
+    assert_eq!(failed + finished, 2, "{events:?}");
+    assert!(failed >= 1, "{events:?}");
+}
+
+#[test]
+fn without_any_worker_every_request_ends_as_failed_and_the_engine_says_why() {
+    let (events, result) = run(
+        vec![
+            Submission { request: request(4, 2), ticket: "a" },
+            Submission { request: request(5, 2), ticket: "b" },
+        ],
+        &[true],
+        0,
+    );
+    assert_eq!(result, Err(WorkersExhausted { reason: "scripted".to_owned() }));
+    assert_eq!(events.iter().filter(|event| *event == "finished failed").count(), 2, "{events:?}");
+}
+
+#[test]
+fn a_full_inbox_says_so_and_gives_the_command_back() {
+    let (handle, commands) = inbox::<&'static str>(8);
+    let sent: Vec<_> = (0..9).map(|_| handle.send(Command::Cancel(RequestId([1; 16]))).is_ok()).collect();
+    assert_eq!(sent.iter().filter(|sent| **sent).count(), 8, "the ninth finds the inbox full");
+    drop(commands);
+    assert!(handle.send(Command::Stop).is_err(), "an inbox without its engine takes nothing");
+}

@@ -1,0 +1,83 @@
+//! What an engine asks of the rest: a worker, a journal, an observer.
+
+use pagedd_core::RequestId;
+use pagedd_sched::{AdmitError, Applied, SequenceSnapshot, Stats, StepOutput, StepPlan};
+
+/// The worker is gone, or did not answer in time: nothing it was sent since the last `collect` can be trusted to have run.
+#[derive(thiserror::Error, Clone, PartialEq, Eq, Debug)]
+#[error("worker lost: {reason}")]
+pub struct WorkerLost {
+    /// One line, for the log.
+    pub reason: String,
+}
+
+/// No worker could be had, and trying again is not worth while.
+#[derive(thiserror::Error, Clone, PartialEq, Eq, Debug)]
+#[error("no worker: {reason}")]
+pub struct WorkersExhausted {
+    /// One line, for status and clients.
+    pub reason: String,
+}
+
+/// Runs plans, in order. A worker has no policy, and all it knows of sequences is soft.
+pub trait Worker {
+    /// Hands a plan over without waiting for it.
+    ///
+    /// # Errors
+    /// The worker is lost; the plan may or may not have run.
+    fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost>;
+
+    /// Waits for the output of the oldest submitted plan.
+    ///
+    /// # Errors
+    /// The worker is lost, also when it missed the step's deadline.
+    fn collect(&mut self) -> Result<StepOutput, WorkerLost>;
+
+    /// Proves the old worker gone, brings up another on the same arenas, and tells it the live sequences. The caller then
+    /// submits every plan that was not applied, in order.
+    ///
+    /// # Errors
+    /// No worker could be had within the bounds of the supervisor.
+    fn recover(&mut self, sequences: Vec<SequenceSnapshot>) -> Result<(), WorkersExhausted>;
+}
+
+/// What a step made: goes to the journal as one record.
+pub type StepRecord = Applied;
+
+/// Makes things durable, then visible. Called on the engine thread, so it may not wait for a slow reader.
+pub trait Journal {
+    /// What came with a submission and goes back with its answer.
+    type Ticket;
+
+    /// The scheduler took the request. Its admission is made durable before anyone is told.
+    fn admitted(&mut self, request: RequestId, ticket: Self::Ticket);
+
+    /// The scheduler did not take it; nothing is kept.
+    fn refused(&mut self, ticket: Self::Ticket, error: AdmitError);
+
+    /// Tokens and finishes of one step, or finishes outside a step. They become visible in this order, after they are durable.
+    fn commit(&mut self, record: StepRecord);
+}
+
+/// Is told how the engine stands, a few times a second while it works and whenever it goes idle.
+pub trait Observer {
+    /// The engine's numbers at a step boundary.
+    fn observe(&mut self, stats: EngineStats);
+}
+
+/// An engine's numbers.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct EngineStats {
+    /// The scheduler's.
+    pub scheduler: Stats,
+    /// Steps completed.
+    pub steps: u64,
+    /// When the last step completed, in the engine's microseconds; `None` before the first.
+    pub last_step_us: Option<u64>,
+    /// Compute time of all steps as reported by workers, in microseconds.
+    pub compute_us: u64,
+    /// Input tokens computed.
+    pub computed_tokens: u64,
+    /// Workers lost.
+    pub workers_lost: u64,
+}

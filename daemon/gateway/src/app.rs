@@ -1,0 +1,520 @@
+//! The routes of a tenant's port.
+//!
+//! **Owns** what each path answers. **Never** computes on the thread that serves connections: parsing, templates and
+//! tokenisation run on another, so that health stays reachable.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use hyper::body::Incoming;
+use hyper::header::{
+    ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, EXPECT, HeaderName, HeaderValue, RETRY_AFTER,
+    WWW_AUTHENTICATE,
+};
+use hyper::{HeaderMap, Method, Request, Response, StatusCode};
+use pagedd_core::RequestId;
+use pagedd_wire::gateway::{Answer, Query, Welcome};
+use serde::Serialize;
+use tokio::time::timeout;
+
+use crate::admit::{Bodies, Caller, authorize};
+use crate::body::{Body, caught, collect, drain};
+use crate::link::{Link, Phase};
+use crate::metrics::{Metrics, joined};
+use crate::openai::ApiError;
+use crate::openai::error::json;
+use crate::openai::request::Kind;
+use crate::prepare::{Preparation, Prepared};
+use crate::stream::Delivery;
+use crate::text::Text;
+
+/// Times and counts that tests shorten.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Settings {
+    /// From a head's first byte (or the connection's start) to its end.
+    pub header_timeout: Duration,
+    /// Between two requests of a connection.
+    pub idle_timeout: Duration,
+    /// From a body's start to its end.
+    pub body_timeout: Duration,
+    /// Between two signs of life on a stream.
+    pub keep_alive: Duration,
+    /// For an answer of the daemon to a question about health.
+    pub health_timeout: Duration,
+    /// From the end of service to the end of the process.
+    pub ending: Duration,
+    /// Connections beyond the tenant's most that are still told so, and may still ask for health.
+    pub spare_connections: u32,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            header_timeout: Duration::from_secs(30),
+            // Longer than the usual 60 s of load balancers, which would otherwise meet a reset.
+            idle_timeout: Duration::from_secs(90),
+            body_timeout: Duration::from_secs(120),
+            keep_alive: Duration::from_secs(10),
+            health_timeout: Duration::from_secs(1),
+            ending: Duration::from_millis(1200),
+            spare_connections: 32,
+        }
+    }
+}
+
+/// Everything a request needs.
+#[derive(Debug)]
+pub struct App {
+    /// The way to the daemon.
+    pub link: Arc<Link>,
+    /// Tokenizer and chat template.
+    pub text: Arc<Text>,
+    /// This gateway's series.
+    pub metrics: Arc<Metrics>,
+    /// Memory of bodies.
+    pub bodies: Arc<Bodies>,
+    /// Times and counts.
+    pub settings: Settings,
+}
+
+/// Whether a connection is one of those the tenant may have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Standing {
+    /// It is.
+    Within,
+    /// It is one too many: it is told so.
+    Beyond,
+}
+
+/// A path that exists.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum Route {
+    Live,
+    Ready,
+    Decode,
+    Metrics,
+    Models,
+    Model(String),
+    Generate(Kind),
+    Request(RequestId),
+    Stream(RequestId),
+}
+
+impl Route {
+    fn of(path: &str) -> Result<Self, ApiError> {
+        let id = |text: &str| {
+            let text = text.strip_prefix("chatcmpl-").or_else(|| text.strip_prefix("cmpl-")).unwrap_or(text);
+            text.parse().map_err(|_| ApiError::no_request())
+        };
+        let segments: Vec<&str> = path.trim_start_matches('/').split('/').collect();
+        Ok(match segments.as_slice() {
+            ["livez"] => Self::Live,
+            ["readyz" | "health"] => Self::Ready,
+            ["health", "decode"] => Self::Decode,
+            ["metrics"] => Self::Metrics,
+            ["v1", "models"] => Self::Models,
+            // A model's name may contain slashes.
+            ["v1", "models", model @ ..] => Self::Model(model.join("/")),
+            ["v1", "completions"] => Self::Generate(Kind::Completion),
+            ["v1", "chat", "completions"] => Self::Generate(Kind::Chat),
+            ["v1", "requests", request] => Self::Request(id(request)?),
+            ["v1", "requests", request, "stream"] => Self::Stream(id(request)?),
+            _ => return Err(ApiError::no_route()),
+        })
+    }
+
+    fn label(&self) -> &'static str {
+        match self {
+            Self::Live | Self::Ready | Self::Decode => "health",
+            Self::Metrics => "metrics",
+            Self::Models | Self::Model(_) => "models",
+            Self::Generate(Kind::Chat) => "chat_completions",
+            Self::Generate(Kind::Completion) => "completions",
+            Self::Request(_) | Self::Stream(_) => "requests",
+        }
+    }
+
+    fn is_health(&self) -> bool {
+        matches!(self, Self::Live | Self::Ready | Self::Decode)
+    }
+}
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+const OUR_REQUEST_ID: HeaderName = HeaderName::from_static("pagedd-request-id");
+const RESUMABLE: HeaderName = HeaderName::from_static("pagedd-resumable");
+const WARNING: HeaderName = HeaderName::from_static("pagedd-warning");
+const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
+
+impl App {
+    /// Answers a request. Whatever happens, there is an answer.
+    pub async fn handle(self: Arc<Self>, request: Request<Incoming>, standing: Standing) -> Response<Body> {
+        let start = Instant::now();
+        let echo = request.headers().get(REQUEST_ID).filter(|id| is_sane(id)).cloned();
+        let route = Route::of(request.uri().path());
+        let label = route.as_ref().map_or("other", Route::label);
+        let answer = match route {
+            Ok(route) => match caught(self.answer(route, request, standing, start)).await {
+                Ok(answer) => answer,
+                Err(panicked) => Err(panicked),
+            },
+            Err(error) => Err(error),
+        };
+        let mut response = answer.unwrap_or_else(|error| refuse(&error));
+        if let Some(id) = echo {
+            response.headers_mut().insert(REQUEST_ID, id);
+        }
+        if standing == Standing::Beyond || self.link.phase() == Phase::Ending {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
+        self.metrics.answered(label, response.status().as_u16());
+        response
+    }
+
+    async fn answer(
+        self: &Arc<Self>,
+        route: Route,
+        request: Request<Incoming>,
+        standing: Standing,
+        start: Instant,
+    ) -> Result<Response<Body>, ApiError> {
+        if standing == Standing::Beyond && !route.is_health() {
+            return Err(ApiError::unavailable("too_many_connections", "too many connections are open on this port", 1));
+        }
+        let (allowed, is_allowed) = match route {
+            Route::Generate(_) => ("POST", request.method() == Method::POST),
+            _ => ("GET", [Method::GET, Method::HEAD].contains(request.method())),
+        };
+        if !is_allowed {
+            return Err(ApiError::method(allowed));
+        }
+        match route {
+            Route::Live => Ok(text("ok\n")),
+            Route::Ready => self.ready().await,
+            Route::Decode => self.decode().await,
+            Route::Metrics => {
+                self.admit(request.headers())?;
+                self.series().await
+            }
+            Route::Models => {
+                let (welcome, _) = self.admit(request.headers())?;
+                let data = [WireModel::of(&welcome)];
+                Ok(json_answer(StatusCode::OK, json(&List { object: "list", data: &data })))
+            }
+            Route::Model(asked) => {
+                let (welcome, _) = self.admit(request.headers())?;
+                if asked != welcome.model {
+                    return Err(ApiError::no_model(&asked, &welcome.model));
+                }
+                Ok(json_answer(StatusCode::OK, json(&WireModel::of(&welcome))))
+            }
+            Route::Generate(kind) => self.generate(kind, request, start).await,
+            Route::Request(id) => {
+                let (_, caller) = self.admit(request.headers())?;
+                let delivery = Delivery::again(self, id, caller).await?;
+                Ok(with_id(json_answer(StatusCode::OK, delivery.so_far().await?), id))
+            }
+            Route::Stream(id) => {
+                let (_, caller) = self.admit(request.headers())?;
+                let after = last_event_id(request.headers())?;
+                let delivery = Delivery::again(self, id, caller).await?;
+                let body = delivery.stream_after(after).await?;
+                Ok(with_id(event_stream(body), id))
+            }
+        }
+    }
+
+    /// The daemon's word on this tenant, and who asks.
+    fn admit(&self, headers: &HeaderMap) -> Result<(Arc<Welcome>, Caller), ApiError> {
+        let welcome = self.link.welcome().ok_or_else(ApiError::starting)?;
+        let caller = authorize(&welcome, headers)?;
+        Ok((welcome, caller))
+    }
+
+    async fn generate(
+        self: &Arc<Self>,
+        kind: Kind,
+        request: Request<Incoming>,
+        start: Instant,
+    ) -> Result<Response<Body>, ApiError> {
+        let (head, body) = request.into_parts();
+        let (welcome, caller, room) = match self.may_generate(&head.headers, &body) {
+            Ok(admitted) => admitted,
+            Err(error) => {
+                // Who waits for "100 Continue" has sent nothing yet, and asking for the rest would make it send.
+                if !head.headers.contains_key(EXPECT) {
+                    drain(body).await;
+                }
+                return Err(error);
+            }
+        };
+        let resumable = head.headers.get(RESUMABLE).is_some_and(|value| value == "1");
+        let bytes = collect(body, welcome.max_body, self.settings.body_timeout).await?;
+        let ticket = self.link.ticket();
+        let text = Arc::clone(&self.text);
+        let prepared = off_thread(move || {
+            let _room = room;
+            let preparation =
+                Preparation { kind, body: &bytes, welcome: &welcome, text: &text, caller, resumable, ticket };
+            preparation.run()
+        });
+        let Prepared { frame, context, warnings } = prepared.await?;
+        let answer = self.link.submit(ticket, frame).map_err(|_| ApiError::busy())?;
+        let mut phases = self.link.phases();
+        let answered = tokio::select! {
+            answered = answer => answered.map_err(|_| ApiError::shutting_down(None))?,
+            _ = phases.wait_for(|phase| *phase == Phase::Ending) => return Err(ApiError::shutting_down(None)),
+        };
+        let mut reader = answered.map_err(|refusal| ApiError::refused(refusal, kind.prompt_field()))?;
+        reader.own(resumable);
+        let id = reader.request();
+        let stream = context.stream;
+        let delivery = Delivery::first(self, reader, &context, start).await?;
+        let response = if stream {
+            event_stream(delivery.stream())
+        } else {
+            match delivery.whole().await {
+                Ok(body) => json_answer(StatusCode::OK, body),
+                Err(error) => refuse(&error),
+            }
+        };
+        let mut response = with_id(response, id);
+        for warning in warnings {
+            if let Ok(warning) = HeaderValue::from_str(&warning) {
+                response.headers_mut().append(WARNING, warning);
+            }
+        }
+        Ok(response)
+    }
+
+    /// What can be said before the body is read.
+    fn may_generate(
+        &self,
+        headers: &HeaderMap,
+        body: &Incoming,
+    ) -> Result<(Arc<Welcome>, Caller, crate::admit::BodyRoom), ApiError> {
+        let (welcome, caller) = self.admit(headers)?;
+        match self.link.phase() {
+            Phase::Serving => {}
+            Phase::Draining => return Err(ApiError::closed(&pagedd_wire::gateway::Closed::Draining)),
+            Phase::Ending => return Err(ApiError::shutting_down(None)),
+        }
+        if let Some(closed) = &welcome.closed {
+            return Err(ApiError::closed(closed));
+        }
+        if headers.get(CONTENT_TYPE).is_some_and(|kind| !is_json(kind)) {
+            return Err(ApiError::media_type());
+        }
+        let size = hyper::body::Body::size_hint(body);
+        if size.lower() > welcome.max_body {
+            return Err(ApiError::too_large(welcome.max_body));
+        }
+        let room = self.bodies.room(size.exact().unwrap_or(welcome.max_body), welcome.max_body)?;
+        Ok((welcome, caller, room))
+    }
+
+    async fn health(&self) -> Result<Health, ApiError> {
+        match self.ask(Query::Health).await? {
+            Answer::Health { ready, reason, last_step_ms, running, waiting } => {
+                Ok(Health { ready, reason, last_step_ms, running, waiting })
+            }
+            Answer::Metrics(_) => Err(ApiError::internal("the daemon answered another question")),
+        }
+    }
+
+    async fn ready(&self) -> Result<Response<Body>, ApiError> {
+        let Health { ready, reason, .. } = self.health().await?;
+        let ready = ready && self.link.phase() == Phase::Serving;
+        let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+        Ok(json_answer(status, json(&Ready { ready, reason })))
+    }
+
+    async fn decode(&self) -> Result<Response<Body>, ApiError> {
+        let health = self.health().await?;
+        let status = if health.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+        Ok(json_answer(status, json(&health)))
+    }
+
+    async fn series(&self) -> Result<Response<Body>, ApiError> {
+        match self.ask(Query::Metrics).await? {
+            Answer::Metrics(daemon) => {
+                let mut response = text(joined(&daemon, &self.metrics.text()));
+                let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+                response.headers_mut().insert(CONTENT_TYPE, kind);
+                Ok(response)
+            }
+            Answer::Health { .. } => Err(ApiError::internal("the daemon answered another question")),
+        }
+    }
+
+    async fn ask(&self, query: Query) -> Result<Answer, ApiError> {
+        let silent = || ApiError::unavailable("no_answer", "the daemon does not answer", 1);
+        let answer = self.link.query(query).map_err(|_| ApiError::busy())?;
+        match timeout(self.settings.health_timeout, answer).await {
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(_)) | Err(_) => Err(silent()),
+        }
+    }
+}
+
+/// Runs on another thread; what is still queued there is not run once nobody waits for it.
+async fn off_thread<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    struct Abort<T>(tokio::task::JoinHandle<T>);
+    impl<T> Drop for Abort<T> {
+        fn drop(&mut self) {
+            self.0.abort();
+        }
+    }
+    let mut task = Abort(tokio::task::spawn_blocking(work));
+    match (&mut task.0).await {
+        Ok(result) => result,
+        Err(_) => Err(ApiError::internal("the request met a fault of the server")),
+    }
+}
+
+#[derive(Serialize)]
+struct Health {
+    ready: bool,
+    reason: Option<String>,
+    last_step_ms: Option<u64>,
+    running: u32,
+    waiting: u32,
+}
+
+#[derive(Serialize)]
+struct Ready {
+    ready: bool,
+    reason: Option<String>,
+}
+
+#[derive(Serialize)]
+struct List<'a, T> {
+    object: &'static str,
+    data: &'a [T],
+}
+
+#[derive(Serialize)]
+struct WireModel<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    owned_by: &'static str,
+    max_model_len: u32,
+}
+
+impl<'a> WireModel<'a> {
+    fn of(welcome: &'a Welcome) -> Self {
+        Self {
+            id: &welcome.model,
+            object: "model",
+            created: welcome.since,
+            owned_by: "pagedd",
+            max_model_len: welcome.max_model_len,
+        }
+    }
+}
+
+/// A client's own id is echoed where it is short and printable.
+fn is_sane(id: &HeaderValue) -> bool {
+    let bytes = id.as_bytes();
+    (1..=128).contains(&bytes.len()) && bytes.iter().all(u8::is_ascii_graphic)
+}
+
+fn is_json(kind: &HeaderValue) -> bool {
+    let Ok(kind) = kind.to_str() else { return false };
+    let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    kind == "application/json" || (kind.starts_with("application/") && kind.ends_with("+json"))
+}
+
+fn last_event_id(headers: &HeaderMap) -> Result<u64, ApiError> {
+    let Some(id) = headers.get(LAST_EVENT_ID) else { return Ok(0) };
+    id.to_str().ok().and_then(|id| if id.is_empty() { Some(0) } else { id.parse().ok() }).ok_or_else(|| {
+        ApiError::value("Last-Event-ID", "the header `Last-Event-ID` must be an id of this request's stream, a number")
+    })
+}
+
+fn response(status: StatusCode, kind: &'static str, body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    response
+}
+
+fn text(body: impl Into<Bytes>) -> Response<Body> {
+    response(StatusCode::OK, "text/plain; charset=utf-8", Body::whole(body))
+}
+
+fn json_answer(status: StatusCode, body: Bytes) -> Response<Body> {
+    response(status, "application/json", Body::whole(body))
+}
+
+fn event_stream(body: Body) -> Response<Body> {
+    let mut response = response(StatusCode::OK, "text/event-stream; charset=utf-8", body);
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // Proxies that collect answers would hold tokens back.
+    response.headers_mut().insert(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
+    response
+}
+
+fn with_id(mut response: Response<Body>, id: RequestId) -> Response<Body> {
+    if let Ok(id) = HeaderValue::from_str(&id.to_string()) {
+        response.headers_mut().insert(OUR_REQUEST_ID, id);
+    }
+    response
+}
+
+/// The answer that says why there is none.
+fn refuse(error: &ApiError) -> Response<Body> {
+    let status = StatusCode::from_u16(error.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut response = json_answer(status, error.to_json());
+    let headers = response.headers_mut();
+    if let Some(seconds) = error.retry_after {
+        headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+    }
+    if let Some(allow) = error.allow {
+        headers.insert(ALLOW, HeaderValue::from_static(allow));
+    }
+    if status == StatusCode::UNAUTHORIZED {
+        headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_find_their_routes() {
+        let id = RequestId([0x12; 16]);
+        for (path, route) in [
+            ("/livez", Route::Live),
+            ("/health", Route::Ready),
+            ("/health/decode", Route::Decode),
+            ("/v1/models/org/name", Route::Model("org/name".to_owned())),
+            ("/v1/chat/completions", Route::Generate(Kind::Chat)),
+            ("/v1/requests/12121212121212121212121212121212", Route::Request(id)),
+            ("/v1/requests/chatcmpl-12121212121212121212121212121212/stream", Route::Stream(id)),
+        ] {
+            assert_eq!(Route::of(path), Ok(route), "{path}");
+        }
+        for path in ["/", "/v1", "/v1/completions/", "/v1/requests/12", "/livez/x"] {
+            assert_eq!(Route::of(path).unwrap_err().status, 404, "{path}");
+        }
+    }
+
+    #[test]
+    fn content_types_of_json_are_told_from_others() {
+        for (kind, json) in [
+            ("application/json", true),
+            ("Application/JSON; charset=utf-8", true),
+            ("application/problem+json", true),
+            ("text/plain", false),
+            ("application/x-www-form-urlencoded", false),
+        ] {
+            assert_eq!(is_json(&HeaderValue::from_static(kind)), json, "{kind}");
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! Answers and events, as OpenAI shapes them.
+//!
+//! **Owns** the JSON. **Never** decides what is in it.
+
+use std::fmt::Write as _;
+
+use bytes::Bytes;
+use pagedd_core::RequestId;
+use serde::Serialize;
+
+use super::error::{ApiError, json};
+use super::request::Kind;
+use crate::render::{Broken, Event, Reason, Usage};
+
+/// What every answer and event of a request repeats.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Head {
+    /// `chatcmpl-…` or `cmpl-…`
+    pub id: String,
+    /// Which endpoint.
+    pub kind: Kind,
+    /// Unix seconds of its admission.
+    pub created: u64,
+    /// The model.
+    pub model: String,
+    /// Events carry a `usage`, which is `null` until the last.
+    pub include_usage: bool,
+}
+
+/// The id of a request in bodies.
+#[must_use]
+pub fn body_id(kind: Kind, request: RequestId) -> String {
+    match kind {
+        Kind::Chat => format!("chatcmpl-{request}"),
+        Kind::Completion => format!("cmpl-{request}"),
+    }
+}
+
+#[derive(Serialize)]
+struct WireUsage {
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    total_tokens: u64,
+    prompt_tokens_details: PromptDetails,
+}
+
+#[derive(Serialize)]
+struct PromptDetails {
+    cached_tokens: u64,
+}
+
+impl From<Usage> for WireUsage {
+    fn from(usage: Usage) -> Self {
+        Self {
+            prompt_tokens: usage.prompt,
+            completion_tokens: usage.completion,
+            total_tokens: usage.prompt + usage.completion,
+            prompt_tokens_details: PromptDetails { cached_tokens: usage.cached },
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Envelope<'a, C> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: &'a [C],
+    /// Outer `None`: the key is left out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Option<WireUsage>>,
+}
+
+#[derive(Serialize)]
+struct ChunkChoice<'a> {
+    index: u32,
+    delta: Delta<'a>,
+    logprobs: Option<()>,
+    finish_reason: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct Delta<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct TextChoice<'a> {
+    index: u32,
+    text: &'a str,
+    logprobs: Option<()>,
+    finish_reason: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct MessageChoice<'a> {
+    index: u32,
+    message: Message<'a>,
+    logprobs: Option<()>,
+    finish_reason: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct Message<'a> {
+    role: &'static str,
+    content: &'a str,
+    refusal: Option<()>,
+}
+
+impl Head {
+    fn envelope<C: Serialize>(&self, object: &'static str, choices: &[C], usage: Option<Option<Usage>>) -> Bytes {
+        json(&Envelope {
+            id: &self.id,
+            object,
+            created: self.created,
+            model: &self.model,
+            choices,
+            usage: usage.map(|usage| usage.map(WireUsage::from)),
+        })
+    }
+
+    fn chunk_object(&self) -> &'static str {
+        match self.kind {
+            Kind::Chat => "chat.completion.chunk",
+            Kind::Completion => "text_completion",
+        }
+    }
+
+    /// The data of an event; `None` where the stream says nothing for it.
+    #[must_use]
+    pub fn event(&self, event: &Event) -> Option<Bytes> {
+        let usage = self.include_usage.then_some(None);
+        match event {
+            Event::Delta { choice, first, text, finish } => {
+                let finish_reason = finish.map(Reason::as_str);
+                Some(match self.kind {
+                    Kind::Chat => {
+                        let delta = Delta {
+                            role: first.then_some("assistant"),
+                            content: (*first || !text.is_empty()).then_some(text),
+                        };
+                        let choice = ChunkChoice { index: *choice, delta, logprobs: None, finish_reason };
+                        self.envelope(self.chunk_object(), &[choice], usage)
+                    }
+                    Kind::Completion => {
+                        let choice = TextChoice { index: *choice, text, logprobs: None, finish_reason };
+                        self.envelope(self.chunk_object(), &[choice], usage)
+                    }
+                })
+            }
+            Event::Broken { why, .. } => Some(broken(*why).to_json()),
+            Event::End(total) => {
+                let none: &[TextChoice<'_>] = &[];
+                self.include_usage.then(|| self.envelope(self.chunk_object(), none, Some(Some(*total))))
+            }
+        }
+    }
+
+    /// A whole answer.
+    #[must_use]
+    pub fn answer(&self, answer: &Answer) -> Bytes {
+        let ended = |choice: &Choice| choice.finish.map(Reason::as_str);
+        let numbered = || (0..).zip(&answer.choices);
+        let usage = Some(Some(answer.usage));
+        match self.kind {
+            Kind::Chat => {
+                let choices: Vec<MessageChoice<'_>> = numbered()
+                    .map(|(index, choice)| MessageChoice {
+                        index,
+                        message: Message { role: "assistant", content: &choice.text, refusal: None },
+                        logprobs: None,
+                        finish_reason: ended(choice),
+                    })
+                    .collect();
+                self.envelope("chat.completion", &choices, usage)
+            }
+            Kind::Completion => {
+                let choices: Vec<TextChoice<'_>> = numbered()
+                    .map(|(index, choice)| TextChoice {
+                        index,
+                        text: &choice.text,
+                        logprobs: None,
+                        finish_reason: ended(choice),
+                    })
+                    .collect();
+                self.envelope("text_completion", &choices, usage)
+            }
+        }
+    }
+}
+
+fn broken(why: Broken) -> ApiError {
+    match why {
+        Broken::Cancelled => ApiError::cancelled(),
+        Broken::Failed => ApiError::generation_failed(),
+    }
+}
+
+/// A whole answer, as its events add up.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Answer {
+    /// One per choice.
+    pub choices: Vec<Choice>,
+    /// The total.
+    pub usage: Usage,
+}
+
+/// The text of a choice.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Choice {
+    /// All of it so far.
+    pub text: String,
+    /// Set once it ended.
+    pub finish: Option<Reason>,
+}
+
+impl Answer {
+    /// An answer without text.
+    #[must_use]
+    pub fn new(n: u32, usage: Usage) -> Self {
+        Self { choices: vec![Choice::default(); n as usize], usage }
+    }
+
+    /// Adds an event; true once all choices ended.
+    ///
+    /// # Errors
+    /// A choice ended without a result: so does the answer.
+    pub fn add(&mut self, event: Event) -> Result<bool, ApiError> {
+        match event {
+            Event::Delta { choice, text, finish, .. } => {
+                if let Some(choice) = self.choices.get_mut(choice as usize) {
+                    choice.text.push_str(&text);
+                    choice.finish = choice.finish.or(finish);
+                }
+                Ok(false)
+            }
+            Event::Broken { why, .. } => Err(broken(why)),
+            Event::End(usage) => {
+                self.usage = usage;
+                Ok(true)
+            }
+        }
+    }
+}
+
+/// Appends one server-sent event.
+pub fn push_event(out: &mut Vec<u8>, id: Option<u64>, data: &[u8]) {
+    let mut head = String::new();
+    if let Some(id) = id {
+        // Writing to a string does not fail.
+        let _ = writeln!(head, "id: {id}");
+    }
+    out.extend_from_slice(head.as_bytes());
+    out.extend_from_slice(b"data: ");
+    out.extend_from_slice(data);
+    out.extend_from_slice(b"\n\n");
+}
+
+/// The last event of a complete stream.
+pub const DONE: &[u8] = b"data: [DONE]\n\n";
+/// A comment, which keeps the connection open while there is nothing to say.
+pub const KEEP_ALIVE: &[u8] = b": keep-alive\n\n";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(kind: Kind, include_usage: bool) -> Head {
+        Head { id: body_id(kind, RequestId([7; 16])), kind, created: 5, model: "m".to_owned(), include_usage }
+    }
+
+    const USAGE: Usage = Usage { prompt: 9, cached: 4, completion: 2 };
+
+    #[test]
+    fn a_chat_chunk_is_shaped_as_openais() {
+        let event = Event::Delta { choice: 1, first: true, text: "hi".to_owned(), finish: None };
+        let expected = r#"{"id":"chatcmpl-07070707070707070707070707070707","object":"chat.completion.chunk","created":5,"model":"m","choices":[{"index":1,"delta":{"role":"assistant","content":"hi"},"logprobs":null,"finish_reason":null}]}"#;
+        assert_eq!(head(Kind::Chat, false).event(&event).unwrap(), expected);
+    }
+
+    #[test]
+    fn bug_11_usage_is_null_until_the_last_chunk_which_has_no_choices() {
+        let event = Event::Delta { choice: 0, first: false, text: String::new(), finish: Some(Reason::Stop) };
+        let expected = r#"{"id":"cmpl-07070707070707070707070707070707","object":"text_completion","created":5,"model":"m","choices":[{"index":0,"text":"","logprobs":null,"finish_reason":"stop"}],"usage":null}"#;
+        assert_eq!(head(Kind::Completion, true).event(&event).unwrap(), expected);
+        let expected = r#"{"id":"chatcmpl-07070707070707070707070707070707","object":"chat.completion.chunk","created":5,"model":"m","choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2,"total_tokens":11,"prompt_tokens_details":{"cached_tokens":4}}}"#;
+        assert_eq!(head(Kind::Chat, true).event(&Event::End(USAGE)).unwrap(), expected);
+        assert_eq!(head(Kind::Chat, false).event(&Event::End(USAGE)), None);
+    }
+
+    #[test]
+    fn a_whole_chat_answer_is_shaped_as_openais() {
+        let mut answer = Answer::new(1, USAGE);
+        for (text, finish) in [("a", None), ("b", Some(Reason::Length))] {
+            let event = Event::Delta { choice: 0, first: false, text: text.to_owned(), finish };
+            assert_eq!(answer.add(event), Ok(false));
+        }
+        assert_eq!(answer.add(Event::End(USAGE)), Ok(true));
+        let expected = r#"{"id":"chatcmpl-07070707070707070707070707070707","object":"chat.completion","created":5,"model":"m","choices":[{"index":0,"message":{"role":"assistant","content":"ab","refusal":null},"logprobs":null,"finish_reason":"length"}],"usage":{"prompt_tokens":9,"completion_tokens":2,"total_tokens":11,"prompt_tokens_details":{"cached_tokens":4}}}"#;
+        assert_eq!(head(Kind::Chat, true).answer(&answer), expected);
+    }
+}

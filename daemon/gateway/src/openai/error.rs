@@ -1,0 +1,268 @@
+//! OpenAI error objects.
+
+use std::borrow::Cow;
+
+use bytes::Bytes;
+use pagedd_wire::gateway::{Closed, Refusal};
+use serde::Serialize;
+
+/// An answer that is no success: the status, and the error object of its body.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ApiError {
+    /// HTTP status.
+    pub status: u16,
+    /// What is wrong and what to do, in one line.
+    pub message: String,
+    /// OpenAI's class of error.
+    pub kind: &'static str,
+    /// The field of the body that it is about.
+    pub param: Option<String>,
+    /// For programs.
+    pub code: Option<&'static str>,
+    /// Seconds after which trying again makes sense.
+    pub retry_after: Option<u32>,
+    /// Methods that the path takes, for 405.
+    pub allow: Option<&'static str>,
+}
+
+/// The error object as it travels.
+#[derive(Serialize)]
+struct Wire<'a> {
+    error: Object<'a>,
+}
+
+#[derive(Serialize)]
+struct Object<'a> {
+    message: &'a str,
+    r#type: &'a str,
+    param: Option<&'a str>,
+    code: Option<&'a str>,
+}
+
+const INVALID: &str = "invalid_request_error";
+const SERVER: &str = "server_error";
+
+impl ApiError {
+    fn new(status: u16, kind: &'static str, code: &'static str, message: impl Into<String>) -> Self {
+        let message = message.into();
+        Self { status, message, kind, param: None, code: Some(code), retry_after: None, allow: None }
+    }
+
+    /// 400 about one field.
+    pub fn field(param: impl Into<String>, code: &'static str, message: impl Into<String>) -> Self {
+        Self { param: Some(param.into()), ..Self::new(400, INVALID, code, message) }
+    }
+
+    /// 400: a field's value is out of range or of the wrong kind.
+    pub fn value(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::field(param, "invalid_value", message)
+    }
+
+    /// 400 about the body as a whole.
+    pub fn body(message: impl Into<String>) -> Self {
+        Self::new(400, INVALID, "invalid_json", message)
+    }
+
+    /// 400: prompt and output are longer than the context.
+    pub fn context_length(param: &'static str, prompt: u64, output: u64, limit: u32) -> Self {
+        let message = format!(
+            "the prompt has {prompt} tokens and {output} are to be generated, {} together; the model's context is {limit} \
+             tokens: shorten the prompt or lower max_tokens",
+            prompt.saturating_add(output)
+        );
+        Self::field(param, "context_length_exceeded", message)
+    }
+
+    /// 401.
+    pub fn unauthorized(message: &'static str) -> Self {
+        Self::new(401, INVALID, "invalid_api_key", message)
+    }
+
+    /// 404: there is nothing at this path.
+    pub fn no_route() -> Self {
+        Self::new(404, INVALID, "not_found", "there is nothing at this path; GET /v1/models lists the model")
+    }
+
+    /// 404: another model than the one served here.
+    pub fn no_model(asked: &str, served: &str) -> Self {
+        let asked: String = asked.chars().take(100).collect();
+        let message = format!("the model {asked:?} does not exist on this port; it serves {served:?}");
+        Self { param: Some("model".to_owned()), ..Self::new(404, INVALID, "model_not_found", message) }
+    }
+
+    /// 404: no such request, or not this key's.
+    pub fn no_request() -> Self {
+        let message = "there is no such request, it was made with another key, or its retention has ended";
+        Self::new(404, INVALID, "request_not_found", message)
+    }
+
+    /// 405.
+    pub fn method(allow: &'static str) -> Self {
+        let message = format!("this path takes {allow} only");
+        Self { allow: Some(allow), ..Self::new(405, INVALID, "method_not_allowed", message) }
+    }
+
+    /// 408: the body did not arrive.
+    pub fn body_timeout() -> Self {
+        Self::new(408, INVALID, "body_timeout", "the request's body did not arrive in time")
+    }
+
+    /// 413.
+    pub fn too_large(limit: u64) -> Self {
+        let message = format!("the body is larger than {limit} bytes, the most this server takes");
+        Self::new(413, INVALID, "body_too_large", message)
+    }
+
+    /// 415.
+    pub fn media_type() -> Self {
+        let message = "the body must be JSON, sent with the header `Content-Type: application/json`";
+        Self::new(415, INVALID, "unsupported_media_type", message)
+    }
+
+    /// 500.
+    pub fn internal(message: &'static str) -> Self {
+        Self::new(500, SERVER, "internal_error", message)
+    }
+
+    /// 500: a choice could not be computed.
+    pub fn generation_failed() -> Self {
+        Self::new(500, SERVER, "generation_failed", "the answer could not be computed; other requests are not affected")
+    }
+
+    /// 503: a choice was cancelled by the operator, or since nobody read it.
+    pub fn cancelled() -> Self {
+        Self::new(503, SERVER, "cancelled", "the request was cancelled before it was complete")
+    }
+
+    /// 503 with a time to try again.
+    pub fn unavailable(code: &'static str, message: impl Into<String>, retry_after: u32) -> Self {
+        Self { retry_after: Some(retry_after), ..Self::new(503, SERVER, code, message) }
+    }
+
+    /// 503: a queue of this gateway is full.
+    pub fn busy() -> Self {
+        Self::unavailable("overloaded", "too many requests are in flight on this port; try again later", 1)
+    }
+
+    /// 503: the connection to the daemon does not stand yet, or no longer.
+    pub fn starting() -> Self {
+        Self::unavailable("starting", "the server is starting; try again shortly", 1)
+    }
+
+    /// 503: this process ends. `resume` is the way to the rest of an accepted request.
+    pub fn shutting_down(resume: Option<String>) -> Self {
+        let message = match resume {
+            Some(how) => format!("the server is restarting; the request goes on: {how}"),
+            None => "the server is restarting; try again shortly".to_owned(),
+        };
+        Self::unavailable("shutting_down", message, 1)
+    }
+
+    /// 503: the tenant takes no requests.
+    pub fn closed(closed: &Closed) -> Self {
+        match closed {
+            Closed::Suspended => {
+                Self::unavailable("suspended", "this tenant is suspended; ask the operator of the server", 60)
+            }
+            Closed::Draining => {
+                Self::unavailable("draining", "the server is going down and takes no new requests", 5)
+            }
+            Closed::Loading => Self::unavailable("loading", "the model is loading; try again shortly", 2),
+            Closed::Failed(why) => {
+                Self::unavailable("model_failed", format!("the model cannot be served: {why}"), 30)
+            }
+        }
+    }
+
+    /// The answer to a refusal of the daemon.
+    pub fn refused(refusal: Refusal, prompt_param: &'static str) -> Self {
+        match refusal {
+            Refusal::ContextLength { prompt, max_tokens, limit } => {
+                Self::context_length(prompt_param, prompt.into(), max_tokens.into(), limit)
+            }
+            Refusal::NeverFits { needed, allowed, block_size } => {
+                let message = format!(
+                    "the request needs {needed} KV blocks of {block_size} tokens at full length and this tenant may hold \
+                     {allowed}: shorten the prompt or lower max_tokens"
+                );
+                Self::field(prompt_param, "never_fits", message)
+            }
+            Refusal::Invalid { param, message } => Self::value(param, message),
+            Refusal::QueueFull { waiting, retry_after } => Self {
+                retry_after: Some(retry_after.max(1)),
+                ..Self::new(
+                    429,
+                    "rate_limit_error",
+                    "queue_full",
+                    format!("{waiting} requests of this tenant wait already; try again in {} s", retry_after.max(1)),
+                )
+            },
+            Refusal::Closed(closed) => Self::closed(&closed),
+        }
+    }
+
+    /// The error object.
+    #[must_use]
+    pub fn to_json(&self) -> Bytes {
+        let object = Object {
+            message: &self.message,
+            r#type: self.kind,
+            param: self.param.as_deref(),
+            code: self.code,
+        };
+        json(&Wire { error: object })
+    }
+}
+
+/// As JSON. The types given to it have string keys and no maps that fail.
+pub(crate) fn json<T: Serialize>(value: &T) -> Bytes {
+    serde_json::to_vec(value).map_or_else(
+        |_| Bytes::from_static(br#"{"error":{"message":"the answer cannot be written as JSON","type":"server_error","param":null,"code":"internal_error"}}"#),
+        Bytes::from,
+    )
+}
+
+/// At most 200 characters of a text that goes into a message.
+pub(crate) fn shortened(text: &str) -> Cow<'_, str> {
+    match text.char_indices().nth(200) {
+        Some((end, _)) => Cow::Owned(format!("{}…", &text[..end])),
+        None => Cow::Borrowed(text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_object_has_the_four_keys_that_openai_names() {
+        let error = ApiError::value("n", "n is 0");
+        let expected = r#"{"error":{"message":"n is 0","type":"invalid_request_error","param":"n","code":"invalid_value"}}"#;
+        assert_eq!(error.to_json(), expected);
+    }
+
+    #[test]
+    fn refusals_of_the_daemon_have_the_status_that_tells_whether_to_try_again() {
+        let status = |refusal| {
+            let error = ApiError::refused(refusal, "messages");
+            (error.status, error.retry_after, error.code)
+        };
+        assert_eq!(
+            status(Refusal::NeverFits { needed: 9, allowed: 8, block_size: 16 }),
+            (400, None, Some("never_fits"))
+        );
+        assert_eq!(
+            status(Refusal::ContextLength { prompt: 9, max_tokens: 8, limit: 16 }),
+            (400, None, Some("context_length_exceeded"))
+        );
+        assert_eq!(
+            status(Refusal::QueueFull { waiting: 9, retry_after: 0 }),
+            (429, Some(1), Some("queue_full"))
+        );
+        assert_eq!(status(Refusal::Closed(Closed::Loading)), (503, Some(2), Some("loading")));
+        assert_eq!(
+            status(Refusal::Invalid { param: "n".to_owned(), message: "no".to_owned() }),
+            (400, None, Some("invalid_value"))
+        );
+    }
+}

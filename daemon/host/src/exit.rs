@@ -1,0 +1,17 @@
+//! Exit codes of the daemon, in the numbers of `sysexits.h`.
+//!
+//! A start that ends with one of [`FINAL`] would end so again: neither the keeper nor the systemd unit repeats it.
+
+/// The command line was wrong.
+pub const USAGE: u8 = 64;
+/// A port that the configuration or a tenant names is in use.
+pub const PORT_IN_USE: u8 = 69;
+/// The host refused something that no configuration decides: a socket, a process.
+pub const OS: u8 = 71;
+/// The state directory cannot be used, or another daemon uses it.
+pub const STATE_DIR: u8 = 73;
+/// The configuration is wrong.
+pub const CONFIG: u8 = 78;
+
+/// Codes after which a restart is pointless. 2 is what the command line parser itself exits with.
+pub const FINAL: [u8; 6] = [2, USAGE, PORT_IN_USE, OS, STATE_DIR, CONFIG];

@@ -1,0 +1,374 @@
+//! control.db: tenants, keys and the installation's secret.
+
+use crate::schema::{self, CONTROL};
+use crate::{DbError, Digest, NewKey};
+use pagedd_core::TenantId;
+use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, named_params, params};
+use std::path::{Path, PathBuf};
+
+/// The open database. One value owns one connection; every change is one transaction, on disk when the call returns.
+#[derive(Debug)]
+pub struct ControlDb {
+    db: Connection,
+    path: PathBuf,
+    secret: [u8; 32],
+}
+
+/// A tenant as it is stored.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TenantRow {
+    /// Its number, never used again after it.
+    pub id: TenantId,
+    /// Its name.
+    pub name: String,
+    /// Its TCP port.
+    pub port: u16,
+    /// The model it uses, by name.
+    pub model: String,
+    /// Floor as it was given.
+    pub kv_floor: String,
+    /// Ceiling as it was given.
+    pub kv_ceiling: String,
+    /// Whether a key is needed.
+    pub auth: bool,
+    /// Whether new requests are refused.
+    pub suspended: bool,
+    /// When it was made, in seconds since 1970.
+    pub created_unix: i64,
+}
+
+/// A tenant to be stored.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct NewTenant {
+    /// Its name.
+    pub name: String,
+    /// Its TCP port.
+    pub port: u16,
+    /// The model it uses, by name.
+    pub model: String,
+    /// Floor as it was given.
+    pub kv_floor: String,
+    /// Ceiling as it was given.
+    pub kv_ceiling: String,
+    /// Whether a key is needed.
+    pub auth: bool,
+}
+
+/// Changes to a tenant; `None` leaves a column as it is.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct TenantUpdate {
+    /// Another port.
+    pub port: Option<u16>,
+    /// Another floor.
+    pub kv_floor: Option<String>,
+    /// Another ceiling.
+    pub kv_ceiling: Option<String>,
+    /// Whether a key is needed.
+    pub auth: Option<bool>,
+    /// Whether new requests are refused.
+    pub suspended: Option<bool>,
+}
+
+/// A key as it is stored.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct KeyRow {
+    /// Its number, never used again after it.
+    pub id: u32,
+    /// Whose it is.
+    pub tenant: TenantId,
+    /// What the operator calls it.
+    pub label: Option<String>,
+    /// Its first characters.
+    pub prefix: String,
+    /// Its digest.
+    pub digest: Digest,
+    /// When it was made, in seconds since 1970.
+    pub created_unix: i64,
+    /// When it was revoked, in seconds since 1970; `None` while it opens its tenant's port.
+    pub revoked_unix: Option<i64>,
+}
+
+const TENANT: &str = "id, name, port, model, kv_floor, kv_ceiling, auth, suspended, created_unix";
+const KEY: &str = "id, tenant, label, prefix, sha256, created_unix, revoked_unix";
+
+impl ControlDb {
+    /// Opens `control.db` in `state_dir`, which must be there; makes, checks and migrates it as needed.
+    ///
+    /// # Errors
+    /// Each names the file. The caller holds the state directory's lock, so [`DbError::Locked`] is a stranger's doing.
+    pub fn open(state_dir: &Path) -> Result<Self, DbError> {
+        let path = state_dir.join("control.db");
+        let db = schema::open(&path, CONTROL)?;
+        Self::over(db, path)
+    }
+
+    pub(crate) fn over(db: Connection, path: PathBuf) -> Result<Self, DbError> {
+        let secret = db
+            .query_row("SELECT value FROM meta WHERE key = 'installation_secret'", [], |row| row.get(0))
+            .optional()
+            .map_err(|error| DbError::sql(&path, error))?
+            .ok_or_else(|| DbError::Corrupt {
+                path: path.clone(),
+                detail: "no installation secret".to_owned(),
+            })?;
+        Ok(Self { db, path, secret })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// 32 random bytes, drawn when the database was made: keys what must differ between installations, such as the hash of
+    /// the prefix cache.
+    pub const fn installation_secret(&self) -> &[u8; 32] {
+        &self.secret
+    }
+
+    /// Every tenant, by name.
+    pub fn tenants(&self) -> Result<Vec<TenantRow>, DbError> {
+        self.rows(&format!("SELECT {TENANT} FROM tenants ORDER BY name"), [], tenant)
+    }
+
+    /// The tenant of this name.
+    pub fn tenant_by_name(&self, name: &str) -> Result<Option<TenantRow>, DbError> {
+        let mut rows = self.rows(&format!("SELECT {TENANT} FROM tenants WHERE name = ?1"), [name], tenant)?;
+        Ok(rows.pop())
+    }
+
+    /// Stores a tenant and, where one is given, its first key: both or neither.
+    ///
+    /// # Errors
+    /// [`DbError::DuplicateName`], [`DbError::DuplicatePort`].
+    pub fn add_tenant(
+        &mut self,
+        new: &NewTenant,
+        first_key: Option<&NewKey>,
+        now_unix: i64,
+    ) -> Result<(TenantRow, Option<KeyRow>), DbError> {
+        self.change(|change| {
+            change.refuse_name(&new.name)?;
+            change.refuse_port(new.port, None)?;
+            let row = change.one(
+                &format!(
+                    "INSERT INTO tenants (name, port, model, kv_floor, kv_ceiling, auth, suspended, created_unix)
+                     VALUES (?1, ?2, ?3, ?4, ?5, ?6, 0, ?7) RETURNING {TENANT}"
+                ),
+                params![new.name, new.port, new.model, new.kv_floor, new.kv_ceiling, new.auth, now_unix],
+                tenant,
+            )?;
+            let key = first_key.map(|key| change.insert_key(row.id, None, key, now_unix)).transpose()?;
+            Ok((row, key))
+        })
+    }
+
+    /// Changes a tenant and returns it as it is then.
+    ///
+    /// # Errors
+    /// [`DbError::UnknownTenant`], [`DbError::DuplicatePort`].
+    pub fn update_tenant(&mut self, id: TenantId, update: &TenantUpdate) -> Result<TenantRow, DbError> {
+        self.change(|change| {
+            if let Some(port) = update.port {
+                change.refuse_port(port, Some(id))?;
+            }
+            change
+                .maybe(
+                    &format!(
+                        "UPDATE tenants SET port = coalesce(:port, port), kv_floor = coalesce(:floor, kv_floor),
+                             kv_ceiling = coalesce(:ceiling, kv_ceiling), auth = coalesce(:auth, auth),
+                             suspended = coalesce(:suspended, suspended)
+                         WHERE id = :id RETURNING {TENANT}"
+                    ),
+                    named_params! {
+                        ":id": id.0,
+                        ":port": update.port,
+                        ":floor": update.kv_floor,
+                        ":ceiling": update.kv_ceiling,
+                        ":auth": update.auth,
+                        ":suspended": update.suspended,
+                    },
+                    tenant,
+                )?
+                .ok_or(DbError::UnknownTenant { tenant: id })
+        })
+    }
+
+    /// Removes a tenant and its keys, and returns what it was.
+    ///
+    /// # Errors
+    /// [`DbError::UnknownTenant`].
+    pub fn remove_tenant(&mut self, id: TenantId) -> Result<TenantRow, DbError> {
+        self.change(|change| {
+            change
+                .maybe(&format!("DELETE FROM tenants WHERE id = ?1 RETURNING {TENANT}"), [id.0], tenant)?
+                .ok_or(DbError::UnknownTenant { tenant: id })
+        })
+    }
+
+    /// Stores a key.
+    ///
+    /// # Errors
+    /// [`DbError::UnknownTenant`].
+    pub fn add_key(
+        &mut self,
+        id: TenantId,
+        label: Option<&str>,
+        key: &NewKey,
+        now_unix: i64,
+    ) -> Result<KeyRow, DbError> {
+        self.change(|change| {
+            change.require_tenant(id)?;
+            change.insert_key(id, label, key, now_unix)
+        })
+    }
+
+    /// Every key of a tenant, oldest first, revoked ones too.
+    pub fn keys(&self, id: TenantId) -> Result<Vec<KeyRow>, DbError> {
+        self.rows(&format!("SELECT {KEY} FROM keys WHERE tenant = ?1 ORDER BY id"), [id.0], key)
+    }
+
+    /// The keys that open a tenant's port, oldest first.
+    pub fn live_keys(&self, id: TenantId) -> Result<Vec<KeyRow>, DbError> {
+        let query = format!("SELECT {KEY} FROM keys WHERE tenant = ?1 AND revoked_unix IS NULL ORDER BY id");
+        self.rows(&query, [id.0], key)
+    }
+
+    /// Revokes a key and returns it as it is then. One that was revoked before keeps its time.
+    ///
+    /// # Errors
+    /// [`DbError::UnknownKey`], also where the key is another tenant's.
+    pub fn revoke_key(&mut self, id: TenantId, number: u32, now_unix: i64) -> Result<KeyRow, DbError> {
+        self.change(|change| {
+            change
+                .maybe(
+                    &format!(
+                        "UPDATE keys SET revoked_unix = coalesce(revoked_unix, ?3)
+                         WHERE id = ?2 AND tenant = ?1 RETURNING {KEY}"
+                    ),
+                    params![id.0, number, now_unix],
+                    key,
+                )?
+                .ok_or(DbError::UnknownKey { tenant: id, key: number })
+        })
+    }
+
+    fn rows<T>(
+        &self,
+        query: &str,
+        parameters: impl rusqlite::Params,
+        read: fn(&Row<'_>) -> rusqlite::Result<T>,
+    ) -> Result<Vec<T>, DbError> {
+        let mut statement = self.db.prepare_cached(query).map_err(|error| DbError::sql(&self.path, error))?;
+        let rows = statement.query_map(parameters, read).and_then(Iterator::collect);
+        rows.map_err(|error| DbError::sql(&self.path, error))
+    }
+
+    /// One transaction: dropped without a commit where `act` fails.
+    fn change<T>(&mut self, act: impl FnOnce(&Change<'_>) -> Result<T, DbError>) -> Result<T, DbError> {
+        let Self { db, path, .. } = self;
+        let sql = |error| DbError::sql(path, error);
+        let transaction = db.transaction_with_behavior(TransactionBehavior::Immediate).map_err(sql)?;
+        let change = Change { transaction, path };
+        let done = act(&change)?;
+        change.transaction.commit().map_err(sql)?;
+        Ok(done)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn raw(&self) -> &Connection {
+        &self.db
+    }
+}
+
+/// A transaction under way.
+struct Change<'a> {
+    transaction: Transaction<'a>,
+    path: &'a Path,
+}
+
+impl Change<'_> {
+    fn one<T>(
+        &self,
+        statement: &str,
+        parameters: impl rusqlite::Params,
+        read: fn(&Row<'_>) -> rusqlite::Result<T>,
+    ) -> Result<T, DbError> {
+        self.transaction
+            .query_row(statement, parameters, read)
+            .map_err(|error| DbError::sql(self.path, error))
+    }
+
+    fn maybe<T>(
+        &self,
+        statement: &str,
+        parameters: impl rusqlite::Params,
+        read: fn(&Row<'_>) -> rusqlite::Result<T>,
+    ) -> Result<Option<T>, DbError> {
+        let row = self.transaction.query_row(statement, parameters, read).optional();
+        row.map_err(|error| DbError::sql(self.path, error))
+    }
+
+    fn refuse_name(&self, name: &str) -> Result<(), DbError> {
+        match self.maybe("SELECT id FROM tenants WHERE name = ?1", [name], |row| row.get::<_, u32>(0))? {
+            None => Ok(()),
+            Some(_) => Err(DbError::DuplicateName { name: name.to_owned() }),
+        }
+    }
+
+    fn refuse_port(&self, port: u16, owner: Option<TenantId>) -> Result<(), DbError> {
+        match self.maybe("SELECT id FROM tenants WHERE port = ?1", [port], |row| row.get(0).map(TenantId))? {
+            Some(other) if Some(other) != owner => Err(DbError::DuplicatePort { port }),
+            None | Some(_) => Ok(()),
+        }
+    }
+
+    fn require_tenant(&self, id: TenantId) -> Result<(), DbError> {
+        match self.maybe("SELECT id FROM tenants WHERE id = ?1", [id.0], |row| row.get::<_, u32>(0))? {
+            Some(_) => Ok(()),
+            None => Err(DbError::UnknownTenant { tenant: id }),
+        }
+    }
+
+    fn insert_key(
+        &self,
+        tenant: TenantId,
+        label: Option<&str>,
+        new: &NewKey,
+        now_unix: i64,
+    ) -> Result<KeyRow, DbError> {
+        self.one(
+            &format!(
+                "INSERT INTO keys (tenant, label, prefix, sha256, created_unix)
+                 VALUES (?1, ?2, ?3, ?4, ?5) RETURNING {KEY}"
+            ),
+            params![tenant.0, label, new.prefix(), new.digest().0, now_unix],
+            key,
+        )
+    }
+}
+
+fn tenant(row: &Row<'_>) -> rusqlite::Result<TenantRow> {
+    Ok(TenantRow {
+        id: TenantId(row.get("id")?),
+        name: row.get("name")?,
+        port: row.get("port")?,
+        model: row.get("model")?,
+        kv_floor: row.get("kv_floor")?,
+        kv_ceiling: row.get("kv_ceiling")?,
+        auth: row.get("auth")?,
+        suspended: row.get("suspended")?,
+        created_unix: row.get("created_unix")?,
+    })
+}
+
+fn key(row: &Row<'_>) -> rusqlite::Result<KeyRow> {
+    Ok(KeyRow {
+        id: row.get("id")?,
+        tenant: TenantId(row.get("tenant")?),
+        label: row.get("label")?,
+        prefix: row.get("prefix")?,
+        digest: Digest(row.get("sha256")?),
+        created_unix: row.get("created_unix")?,
+        revoked_unix: row.get("revoked_unix")?,
+    })
+}

@@ -1,0 +1,154 @@
+//! Opening a database: its settings, its check, its migrations.
+
+use crate::DbError;
+use rusqlite::Connection;
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Stands in the header of every database of pagedd: "pgdd".
+const APPLICATION_ID: i32 = 0x7067_6464;
+
+/// How long another process may hold the database.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Statements that bring a database from version `n` to `n + 1`, where `n` is the place in the list.
+pub(crate) type Migrations = &'static [&'static str];
+
+/// control.db. A released entry never changes; a change of the schema is a further entry.
+pub(crate) const CONTROL: Migrations = &["
+    CREATE TABLE meta (
+        key TEXT NOT NULL PRIMARY KEY,
+        value BLOB NOT NULL
+    ) STRICT, WITHOUT ROWID;
+    -- AUTOINCREMENT: the number of a removed tenant is never used again, so that what still names it names nobody.
+    CREATE TABLE tenants (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        name TEXT NOT NULL UNIQUE,
+        port INTEGER NOT NULL UNIQUE CHECK (port BETWEEN 1 AND 65535),
+        model TEXT NOT NULL,
+        kv_floor TEXT NOT NULL,
+        kv_ceiling TEXT NOT NULL,
+        auth INTEGER NOT NULL CHECK (auth IN (0, 1)),
+        suspended INTEGER NOT NULL CHECK (suspended IN (0, 1)),
+        created_unix INTEGER NOT NULL
+    ) STRICT;
+    CREATE TABLE keys (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        tenant INTEGER NOT NULL REFERENCES tenants (id) ON DELETE CASCADE,
+        label TEXT,
+        prefix TEXT NOT NULL,
+        sha256 BLOB NOT NULL UNIQUE CHECK (length(sha256) = 32),
+        created_unix INTEGER NOT NULL,
+        revoked_unix INTEGER
+    ) STRICT;
+    CREATE INDEX keys_of_tenant ON keys (tenant);
+    INSERT INTO meta (key, value) VALUES ('installation_secret', randomblob(32));
+"];
+
+/// Opens `path` (mode 0600, made where it is missing), checks it and brings it to the newest version.
+pub(crate) fn open(path: &Path, migrations: Migrations) -> Result<Connection, DbError> {
+    make_private(path)?;
+    let sql = |error| DbError::sql(path, error);
+    let mut db = Connection::open(path).map_err(sql)?;
+    db.busy_timeout(BUSY_TIMEOUT).map_err(sql)?;
+    let version = check(&db, path, migrations)?;
+    db.pragma_update_and_check(None, "journal_mode", "wal", |_| Ok(())).map_err(sql)?;
+    db.pragma_update(None, "synchronous", "full").map_err(sql)?;
+    db.pragma_update(None, "foreign_keys", true).map_err(sql)?;
+    db.pragma_update(None, "trusted_schema", false).map_err(sql)?;
+    migrate(&mut db, path, version, migrations)?;
+    Ok(db)
+}
+
+/// Makes the file before SQLite does, so that it never has another mode; SQLite gives its side files the same.
+fn make_private(path: &Path) -> Result<(), DbError> {
+    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
+        Ok(_) => Ok(()),
+        // By path: opening and closing the file beside SQLite would drop its locks.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => fs::metadata(path)
+            .and_then(|metadata| {
+                let mode = metadata.permissions().mode();
+                if mode & 0o777 == 0o600 {
+                    Ok(())
+                } else {
+                    fs::set_permissions(path, Permissions::from_mode(0o600))
+                }
+            })
+            .map_err(|error| DbError::io(path, error)),
+        Err(error) => Err(DbError::io(path, error)),
+    }
+}
+
+/// The version of a database that is whole and pagedd's own, or empty.
+fn check(db: &Connection, path: &Path, migrations: Migrations) -> Result<u32, DbError> {
+    let sql = |error| DbError::sql(path, error);
+    let pragma = |name: &str| db.pragma_query_value(None, name, |row| row.get::<_, i64>(0)).map_err(sql);
+    let tables: i64 =
+        db.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0)).map_err(sql)?;
+    if tables > 0 && pragma("application_id")? != i64::from(APPLICATION_ID) {
+        return Err(DbError::Foreign { path: path.to_path_buf() });
+    }
+    let known = migrations.len() as u32;
+    let found = u32::try_from(pragma("user_version")?).unwrap_or(u32::MAX);
+    if found > known {
+        return Err(DbError::NewerSchema { path: path.to_path_buf(), found, known });
+    }
+    let verdict: String = db.query_row("PRAGMA quick_check(1)", [], |row| row.get(0)).map_err(sql)?;
+    if verdict != "ok" {
+        return Err(DbError::Corrupt { path: path.to_path_buf(), detail: verdict.replace('\n', " ") });
+    }
+    Ok(found)
+}
+
+/// Applies what is missing in one transaction, after a copy of what is there.
+fn migrate(db: &mut Connection, path: &Path, version: u32, migrations: Migrations) -> Result<(), DbError> {
+    let sql = |error| DbError::sql(path, error);
+    let missing = &migrations[version as usize..];
+    if missing.is_empty() {
+        return Ok(());
+    }
+    if version > 0 {
+        let backup = back_up(db, path, version)?;
+        tracing::info!(
+            path = %path.display(), from = version, to = migrations.len(), backup = %backup.display(), "migrating database"
+        );
+    }
+    let transaction = db.transaction().map_err(sql)?;
+    for statements in missing {
+        transaction.execute_batch(statements).map_err(sql)?;
+    }
+    transaction.pragma_update(None, "application_id", APPLICATION_ID).map_err(sql)?;
+    transaction.pragma_update(None, "user_version", migrations.len() as u32).map_err(sql)?;
+    transaction.commit().map_err(sql)
+}
+
+/// Copies the database to `<path>.v<version>`, whole or not at all.
+fn back_up(db: &Connection, path: &Path, version: u32) -> Result<PathBuf, DbError> {
+    let with = |suffix: String| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(suffix);
+        PathBuf::from(name)
+    };
+    let (backup, partial) = (with(format!(".v{version}")), with(format!(".v{version}.partial")));
+    let io = |error| DbError::io(&partial, error);
+    match fs::remove_file(&partial) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(io(error)),
+        Ok(()) | Err(_) => {}
+    }
+    // SQLite takes an empty file as its target, and leaves the mode.
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&partial).map_err(io)?;
+    let target = partial.to_str().ok_or_else(|| {
+        io(io::Error::new(io::ErrorKind::InvalidInput, "the state directory's path is not UTF-8"))
+    })?;
+    db.execute("VACUUM INTO ?1", [target]).map_err(|error| DbError::sql(&partial, error))?;
+    file.sync_all().map_err(io)?;
+    fs::rename(&partial, &backup).map_err(io)?;
+    // The copy's name must be on disk before what it replaces is changed.
+    if let Some(directory) = path.parent() {
+        File::open(directory).and_then(|directory| directory.sync_all()).map_err(io)?;
+    }
+    Ok(backup)
+}

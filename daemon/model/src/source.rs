@@ -1,0 +1,165 @@
+//! An opened model: what the worker loads and the gateway's template process reads its text part from.
+
+use std::ops::Range;
+use std::path::Path;
+
+use crate::config::ModelConfig;
+use crate::error::{Fault, ModelError};
+use crate::file::SourceFile;
+use crate::gguf::Gguf;
+use crate::hf::HfDirectory;
+use crate::template::ChatTemplate;
+use crate::tensor::{TensorInfo, TensorRole};
+use crate::tokenizer::Tokenizer;
+
+/// A model file or directory, opened and checked. Weights stay in the file until [`read`](Self::read).
+///
+/// Having one tells you: the header is consistent, every tensor the configuration implies is there with its shape and a
+/// served type, none overlap, all lie inside the file. It does not tell you that the weights make sense, or that the file
+/// was not changed since.
+#[derive(Debug)]
+pub struct ModelSource {
+    text: Text,
+    files: Vec<SourceFile>,
+    config: ModelConfig,
+    tensors: Vec<TensorInfo>,
+    digest: [u8; 16],
+}
+
+/// Where tokenizer and chat template come from.
+#[derive(Debug)]
+enum Text {
+    Gguf(Gguf),
+    Directory(HfDirectory),
+}
+
+/// What a reader of one format hands over.
+pub(crate) struct Parts {
+    pub files: Vec<SourceFile>,
+    pub config: ModelConfig,
+    pub tensors: Vec<TensorInfo>,
+    /// Every byte that says what the model is, apart from weights.
+    pub header: blake3::Hash,
+}
+
+impl ModelSource {
+    /// Opens a GGUF file, or a directory with `config.json` and safetensors. Told apart by content.
+    ///
+    /// # Errors
+    /// One line that names the file and the tensor or key. Memory used stays in proportion to the header, whatever sizes
+    /// it states.
+    pub fn open(path: &Path) -> Result<Self, ModelError> {
+        let metadata =
+            std::fs::metadata(path).map_err(|source| ModelError::Io { path: path.to_owned(), source })?;
+        let (text, parts) = if metadata.is_dir() {
+            let (directory, parts) = HfDirectory::open(path)?;
+            (Text::Directory(directory), parts)
+        } else {
+            let (gguf, parts) = Gguf::open(path)?;
+            (Text::Gguf(gguf), parts)
+        };
+        let Parts { files, config, mut tensors, header } = parts;
+        tensors.sort_by_key(|t| (t.file, t.offset));
+        let digest = digest(&files, &tensors, header)?;
+        Ok(Self { text, files, config, tensors, digest })
+    }
+
+    /// Dimensions and constants.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Every tensor, in file order: reading them in turn reads the disk in one direction.
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.tensors.iter()
+    }
+
+    /// The tensor of a role, if the model has it.
+    pub fn tensor(&self, role: TensorRole) -> Option<&TensorInfo> {
+        self.tensors.iter().find(|t| t.role == role)
+    }
+
+    /// Reads a whole tensor into `dst`, which has exactly [`TensorInfo::bytes`] bytes.
+    ///
+    /// # Errors
+    /// The file became shorter, or cannot be read; `dst` has another size.
+    pub fn read(&self, tensor: &TensorInfo, dst: &mut [u8]) -> Result<(), ModelError> {
+        self.read_rows(tensor, 0..tensor.rows, dst)
+    }
+
+    /// Reads the rows `[rows.start, rows.end)` into `dst`, which has exactly their bytes.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read); rows outside the tensor.
+    pub fn read_rows(
+        &self,
+        tensor: &TensorInfo,
+        rows: Range<usize>,
+        dst: &mut [u8],
+    ) -> Result<(), ModelError> {
+        let file = &self.files[tensor.file.min(self.files.len() - 1)];
+        let row_bytes = tensor.row_bytes();
+        let wanted = rows.end.checked_sub(rows.start).and_then(|n| n.checked_mul(row_bytes));
+        if rows.end > tensor.rows || wanted != Some(dst.len()) {
+            let problem =
+                format!("rows {rows:?} of {} do not fill a buffer of {} bytes", tensor.rows, dst.len());
+            return Err(Fault::unsupported(&tensor.name, problem).at(&file.path));
+        }
+        let offset = (rows.start as u64).checked_mul(row_bytes as u64).and_then(|o| o.checked_add(tensor.offset));
+        file.read_at(offset.unwrap_or(u64::MAX), dst, &tensor.name).map_err(|fault| fault.at(&file.path))
+    }
+
+    /// Tells models apart: BLAKE3, cut to 128 bits, of the whole header (metadata, tensor names, types, shapes, offsets),
+    /// the files' sizes, and the first and last 4 KiB of each tensor. Names and times of files do not enter.
+    pub fn digest(&self) -> [u8; 16] {
+        self.digest
+    }
+
+    /// Builds the tokenizer.
+    ///
+    /// # Errors
+    /// A vocabulary, merge or rule that is damaged, or that cannot be followed exactly.
+    pub fn tokenizer(&self) -> Result<Tokenizer, ModelError> {
+        match &self.text {
+            Text::Gguf(gguf) => gguf.tokenizer(&self.files[0], &self.config),
+            Text::Directory(directory) => directory.tokenizer(&self.config),
+        }
+    }
+
+    /// Compiles the model's chat template; `None` where it has none.
+    ///
+    /// # Errors
+    /// The template does not parse.
+    pub fn chat_template(&self) -> Result<Option<ChatTemplate>, ModelError> {
+        match &self.text {
+            Text::Gguf(gguf) => gguf.chat_template(&self.files[0]),
+            Text::Directory(directory) => directory.chat_template(),
+        }
+    }
+}
+
+fn digest(
+    files: &[SourceFile],
+    tensors: &[TensorInfo],
+    header: blake3::Hash,
+) -> Result<[u8; 16], ModelError> {
+    const SAMPLE: u64 = 4 << 10;
+    let mut hasher = blake3::Hasher::new_derive_key("pagedd model digest 1");
+    hasher.update(header.as_bytes());
+    for file in files {
+        hasher.update(&file.len.to_le_bytes());
+    }
+    let mut buffer = [0; SAMPLE as usize];
+    for tensor in tensors {
+        let file = &files[tensor.file];
+        let length = tensor.bytes.min(SAMPLE);
+        for offset in [tensor.offset, tensor.offset + tensor.bytes - length] {
+            let sample = &mut buffer[..length as usize];
+            file.read_at(offset, sample, &tensor.name).map_err(|fault| fault.at(&file.path))?;
+            hasher.update(sample);
+        }
+    }
+    let mut out = [0; 16];
+    out.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+    Ok(out)
+}

@@ -1,0 +1,44 @@
+//! What an engine tells its scheduler at the start.
+
+use pagedd_core::{Blocks, Tokens};
+
+/// In which order a tenant's requests start.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PolicyKind {
+    /// As they came.
+    Fcfs,
+}
+
+/// Fixed for the life of a scheduler.
+#[derive(Clone, Debug)]
+pub struct SchedulerConfig {
+    /// Tokens in a block.
+    pub block_size: Tokens,
+    /// Blocks in the arena.
+    pub capacity: Blocks,
+    /// Most sequences that run at a time, hence most rows in a plan.
+    pub max_num_seqs: u32,
+    /// Most input tokens in a plan.
+    pub max_num_batched_tokens: Tokens,
+    /// Longest sequence, prompt and output.
+    pub max_model_len: Tokens,
+    /// Most requests of one tenant that have not started.
+    pub max_queued_requests: u32,
+    /// Order within a tenant.
+    pub policy: PolicyKind,
+    /// Secret of the prefix hash, drawn at random by the caller.
+    pub cache_key: [u8; 32],
+    /// Digest of weights, dtypes and layout: part of every prefix key.
+    pub weight_digest: [u8; 16],
+    /// Whether computed prefixes are found again.
+    pub prefix_cache: bool,
+}
+
+/// A tenant's bounds in this pool.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ShareSpec {
+    /// Guaranteed blocks; the floors of all tenants sum to the capacity at most.
+    pub floor: Blocks,
+    /// Most blocks, cached ones included.
+    pub ceiling: Blocks,
+}

@@ -1,0 +1,129 @@
+//! One iteration as plain data.
+//!
+//! **Owns** nothing: block ids here are names, the leases stay with the scheduler until the plan is applied or reverted.
+//! The types mirror those of the worker protocol field by field.
+
+use pagedd_core::{BlockId, PlanId, SamplingParams, SequenceId, TokenId, Tokens};
+
+/// One iteration. A worker does `begin`, `copies`, `rows`, sampling, `end`, in this order.
+#[derive(Clone, PartialEq, Debug)]
+pub struct StepPlan {
+    /// Consecutive, from 1.
+    pub id: PlanId,
+    /// Sequences that enter with an empty table, for the first time or after preemption.
+    pub begin: Vec<Begin>,
+    /// Block copies, before any row computes.
+    pub copies: Vec<BlockCopy>,
+    /// What is computed: at most one row per sequence, at least one row in all.
+    pub rows: Vec<Row>,
+    /// Sequences that no later plan names.
+    pub end: Vec<SequenceId>,
+}
+
+impl StepPlan {
+    /// Replaces inputs that `output` has drawn by the tokens themselves. To be done to every later plan in flight before
+    /// `output` is applied, so that it can be sent again after its predecessor is gone.
+    pub fn resolve(&mut self, output: &StepOutput) {
+        for input in self.rows.iter_mut().flat_map(|row| &mut row.inputs) {
+            if let Input::Sampled { plan, seq } = *input
+                && plan == output.plan
+                && let Some(sampled) = output.sampled.iter().find(|sampled| sampled.seq == seq)
+            {
+                *input = Input::Known(sampled.token);
+            }
+        }
+    }
+
+    /// Input tokens of all rows.
+    #[must_use]
+    pub fn input_tokens(&self) -> Tokens {
+        Tokens(self.rows.iter().map(|row| row.inputs.len() as u32).sum())
+    }
+}
+
+/// A sequence enters.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Begin {
+    /// Which.
+    pub seq: SequenceId,
+    /// Which choice of its request: part of the sampling key.
+    pub choice: u32,
+    /// How its tokens are drawn.
+    pub sampling: SamplingParams,
+}
+
+/// Copy the first `tokens` positions of block `from` into block `to`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BlockCopy {
+    /// Read.
+    pub from: BlockId,
+    /// Written.
+    pub to: BlockId,
+    /// How many positions.
+    pub tokens: Tokens,
+}
+
+/// One sequence's part of a plan: positions `[start, start + inputs.len())`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Row {
+    /// Whose.
+    pub seq: SequenceId,
+    /// First position computed; everything before it is in KV already.
+    pub start: Tokens,
+    /// Tokens at the row's positions; never empty.
+    pub inputs: Vec<Input>,
+    /// Change of the block table, made before the row computes.
+    pub table: TableUpdate,
+    /// Which sequences draw from the logits of the row's last position. None for a chunk that does not end the prompt, all
+    /// choices of a request at the end of its prompt, else the row's own sequence.
+    pub samples: Vec<SequenceId>,
+}
+
+/// An input token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Input {
+    /// This token.
+    Known(TokenId),
+    /// What `seq` draws in plan `plan`, which is not applied yet.
+    Sampled {
+        /// An earlier plan.
+        plan: PlanId,
+        /// The sequence that draws.
+        seq: SequenceId,
+    },
+}
+
+/// `table[from..] = blocks`. Absolute, so that it can be made twice.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct TableUpdate {
+    /// First entry that changes.
+    pub from: u32,
+    /// New entries; the table ends after them. Empty with `from` = the table's length changes nothing.
+    pub blocks: Vec<BlockId>,
+}
+
+/// What a plan gave.
+#[derive(Clone, PartialEq, Debug)]
+pub struct StepOutput {
+    /// Which plan.
+    pub plan: PlanId,
+    /// Drawn tokens.
+    pub sampled: Vec<Sampled>,
+    /// Sequences whose row could not be computed, and why; the other rows are complete.
+    pub failed: Vec<(SequenceId, String)>,
+    /// Time the worker took, in microseconds.
+    pub compute_us: u64,
+}
+
+/// A drawn token.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Sampled {
+    /// Who drew.
+    pub seq: SequenceId,
+    /// What.
+    pub token: TokenId,
+    /// Its natural-log probability, where it was asked for.
+    pub logprob: Option<f32>,
+    /// The most likely tokens, best first; empty unless asked for.
+    pub top: Vec<(TokenId, f32)>,
+}

@@ -1,0 +1,220 @@
+//! An engine loop around a scheduler and a toy worker, which proves after every step what must always hold.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use pagedd_core::{Blocks, FinishReason, RequestId, SamplingParams, TenantId, TokenId, Tokens};
+use pagedd_sched::{
+    AdmitError, Applied, Finished, NewRequest, PolicyKind, Scheduler, SchedulerConfig, ShareSpec, StepOutput, StepPlan,
+};
+
+use crate::worker::{Worker, reference};
+
+pub fn config(capacity: u32, block_size: u32) -> SchedulerConfig {
+    SchedulerConfig {
+        block_size: Tokens(block_size),
+        capacity: Blocks(capacity),
+        max_num_seqs: 8,
+        max_num_batched_tokens: Tokens(64),
+        max_model_len: Tokens(256),
+        max_queued_requests: 100,
+        policy: PolicyKind::Fcfs,
+        cache_key: [7; 32],
+        weight_digest: [9; 16],
+        prefix_cache: true,
+    }
+}
+
+pub fn id(number: u64) -> RequestId {
+    RequestId(u128::from(number).to_be_bytes())
+}
+
+pub fn share(floor: u32, ceiling: u32) -> ShareSpec {
+    ShareSpec { floor: Blocks(floor), ceiling: Blocks(ceiling) }
+}
+
+/// A greedy request with a prompt of its own: the tokens depend on `number`.
+pub fn request(number: u64, tenant: u32, prompt: u32, max_tokens: u32) -> NewRequest {
+    let tokens = (0..prompt).map(|i| TokenId((number as u32 * 31 + i * 7) % 1000)).collect();
+    NewRequest {
+        id: id(number),
+        tenant: TenantId(tenant),
+        prompt: tokens,
+        n: 1,
+        max_tokens: Tokens(max_tokens),
+        stop_ids: Vec::new(),
+        sampling: SamplingParams { seed: number, ..SamplingParams::GREEDY },
+    }
+}
+
+pub struct Bench {
+    pub scheduler: Scheduler,
+    pub worker: Worker,
+    /// Plans that may be in flight.
+    pub depth: usize,
+    pub flying: VecDeque<(StepPlan, StepOutput)>,
+    pub requests: BTreeMap<RequestId, NewRequest>,
+    pub tokens: BTreeMap<(RequestId, u32), Vec<TokenId>>,
+    pub finished: Vec<Finished>,
+    /// Requests whose rows were made to fail.
+    pub broken: Vec<RequestId>,
+    pub steps: u64,
+}
+
+impl Bench {
+    pub fn new(config: SchedulerConfig, depth: usize) -> Self {
+        let worker = Worker::new(config.capacity.0, config.block_size.0);
+        Self {
+            scheduler: Scheduler::new(config),
+            worker,
+            depth,
+            flying: VecDeque::new(),
+            requests: BTreeMap::new(),
+            tokens: BTreeMap::new(),
+            finished: Vec::new(),
+            broken: Vec::new(),
+            steps: 0,
+        }
+    }
+
+    pub fn tenant(mut self, tenant: u32, floor: u32, ceiling: u32) -> Self {
+        self.scheduler.set_share(TenantId(tenant), share(floor, ceiling)).unwrap();
+        self
+    }
+
+    pub fn admit(&mut self, request: NewRequest) -> Result<(), AdmitError> {
+        self.scheduler.admit(request.clone())?;
+        for choice in 0..request.n {
+            self.tokens.insert((request.id, choice), Vec::new());
+        }
+        self.requests.insert(request.id, request);
+        Ok(())
+    }
+
+    /// Plans if there is room, then applies the oldest if there is no more room or nothing to plan. `false`: idle.
+    pub fn step(&mut self) -> bool {
+        self.steps += 1;
+        let planned = self.flying.len() < self.depth && self.plan().is_some();
+        let apply = !self.flying.is_empty() && (!planned || self.flying.len() == self.depth);
+        if apply {
+            self.apply();
+        }
+        assert!(planned || apply || self.scheduler.is_idle(), "stalled with work to do: {:?}", self.scheduler.waits());
+        planned || apply
+    }
+
+    /// Plans and runs one step.
+    pub fn plan(&mut self) -> Option<&StepPlan> {
+        let plan = self.scheduler.schedule(self.steps)?;
+        self.check_budget(&plan);
+        self.check();
+        let output = self.worker.run(&plan);
+        self.flying.push_back((plan, output));
+        self.flying.back().map(|(plan, _)| plan)
+    }
+
+    fn check_budget(&self, plan: &StepPlan) {
+        let config = self.scheduler.config();
+        assert!(plan.input_tokens() <= config.max_num_batched_tokens, "{} tokens", plan.input_tokens());
+        assert!(plan.rows.len() <= config.max_num_seqs as usize, "{} rows", plan.rows.len());
+        let mut seqs: Vec<_> = plan.rows.iter().map(|row| row.seq).collect();
+        seqs.sort_unstable();
+        seqs.dedup();
+        assert_eq!(seqs.len(), plan.rows.len(), "one row per sequence");
+    }
+
+    /// Applies the oldest plan in flight.
+    pub fn apply(&mut self) -> Applied {
+        let (plan, output) = self.flying.pop_front().expect("a plan in flight");
+        for (later, _) in &mut self.flying {
+            later.resolve(&output);
+        }
+        let applied = self.scheduler.apply(plan, output);
+        for token in &applied.tokens {
+            let key = (token.request, token.choice);
+            assert!(!self.finished.iter().rev().any(|f| (f.request, f.choice) == key), "a token after the end");
+            self.tokens.get_mut(&key).expect("a known choice").push(token.token);
+        }
+        self.note(applied.finished.clone());
+        self.check();
+        applied
+    }
+
+    pub fn cancel(&mut self, request: RequestId) {
+        let finished = self.scheduler.cancel(request);
+        self.note(finished);
+        self.check();
+    }
+
+    /// Takes ends, and compares each output with what the request gives when it is alone.
+    pub fn note(&mut self, finished: Vec<Finished>) {
+        for end in finished {
+            let request = &self.requests[&end.request];
+            let got = &self.tokens[&(end.request, end.choice)];
+            let (expected, reason) = reference(request, end.choice, self.scheduler.config().max_model_len.0);
+            match end.reason {
+                FinishReason::Cancelled => assert_eq!(got[..], expected[..got.len()], "{end:?}"),
+                FinishReason::Failed => assert!(self.broken.contains(&end.request), "{end:?}"),
+                FinishReason::Stop | FinishReason::Length => assert_eq!((got, end.reason), (&expected, reason), "{end:?}"),
+            }
+            let twice = self.finished.iter().any(|f| (f.request, f.choice) == (end.request, end.choice));
+            assert!(!twice, "{end:?} twice");
+            if let Some(ended) = end.ended {
+                assert!(ended.cached_tokens < ended.prompt_tokens, "{ended:?}");
+                let all = (0..request.n).map(|choice| self.tokens[&(end.request, choice)].len()).sum::<usize>();
+                assert_eq!(ended.output_tokens.0 as usize, all, "{end:?}");
+            }
+            self.finished.push(end);
+        }
+    }
+
+    pub fn check(&self) {
+        self.scheduler.check().unwrap_or_else(|violation| panic!("step {}: {violation}", self.steps));
+    }
+
+    /// I9: the plans in flight, run again on what they left, leave the same.
+    pub fn replay(&mut self, respawn: bool) {
+        let arena = self.worker.arena.clone();
+        let drawn_before: Vec<_> = self.flying.iter().map(|(_, output)| output.clone()).collect();
+        for _ in 0..2 {
+            let snapshot = self.scheduler.snapshot();
+            if respawn {
+                self.worker.respawn(snapshot);
+            }
+            for (i, (plan, _)) in self.flying.iter().enumerate() {
+                for _ in 0..2 {
+                    let again = self.worker.run(plan);
+                    assert_eq!(again, drawn_before[i], "plan {} gave something else", plan.id);
+                }
+            }
+            for (i, (plan, _)) in self.flying.iter().enumerate() {
+                assert_eq!(self.worker.run(plan), drawn_before[i], "plan {} gave something else", plan.id);
+            }
+            let differing = arena.iter().zip(&self.worker.arena).filter(|(a, b)| a != b).count();
+            assert_eq!(differing, 0, "slots that differ after running {} plans again", self.flying.len());
+        }
+    }
+
+    /// Steps until nothing is left to do.
+    pub fn finish(&mut self) {
+        let mut left = 200_000;
+        while self.step() {
+            left -= 1;
+            assert!(left > 0, "no end: {:?}", self.scheduler.stats());
+        }
+        assert!(self.scheduler.is_idle());
+        self.everything_is_back();
+    }
+
+    pub fn everything_is_back(&self) {
+        let stats = self.scheduler.stats();
+        assert_eq!(stats.pool.held, Blocks::ZERO, "{stats:?}");
+        assert_eq!(stats.pool.free + stats.pool.cached, stats.pool.capacity, "{stats:?}");
+        for tenant in &stats.tenants {
+            assert_eq!((tenant.running, tenant.waiting, tenant.queued_requests), (0, 0, 0), "{tenant:?}");
+        }
+    }
+
+    pub fn ends(&self, request: RequestId) -> Vec<&Finished> {
+        self.finished.iter().filter(|f| f.request == request).collect()
+    }
+}

@@ -1,0 +1,141 @@
+//! The admin socket: who may speak, and one line in, one line out.
+//!
+//! **Owns** the listening unix socket. **Never** changes anything itself: commands go to the [`crate::daemon`] task, one after
+//! the other.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use pagedd_control::{Command, ControlError, ErrorCode, MAX_REQUEST_LINE, Response, decode_request, encode};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use tracing::{info, warn};
+
+/// Open admin connections.
+const CONNECTIONS: usize = 64;
+/// A connection that says nothing for this long is closed.
+const IDLE: Duration = Duration::from_mins(5);
+
+/// A command and where its answer goes.
+pub struct Order {
+    /// What to do.
+    pub command: Command,
+    /// Dropped unanswered only if the daemon ends.
+    pub answer: oneshot::Sender<Response>,
+}
+
+/// The listening socket; its file goes with it.
+pub struct AdminSocket {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+impl AdminSocket {
+    /// Binds the socket, replacing a file that an earlier daemon left. The caller holds the state directory's lock, so no
+    /// other daemon listens there.
+    pub fn bind(path: &Path) -> io::Result<Self> {
+        match std::fs::remove_file(path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            Ok(()) | Err(_) => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o660))?;
+        Ok(Self { listener, path: path.to_owned() })
+    }
+
+    /// Serves until `orders` is closed.
+    pub async fn run(self, orders: mpsc::Sender<Order>) {
+        let places = std::sync::Arc::new(Semaphore::new(CONNECTIONS));
+        loop {
+            let Ok(place) = places.clone().acquire_owned().await else { return };
+            let accepted = tokio::select! {
+                accepted = self.listener.accept() => accepted,
+                () = orders.closed() => return,
+            };
+            match accepted {
+                Ok((stream, _)) => {
+                    let orders = orders.clone();
+                    tokio::spawn(async move {
+                        if let Err(error) = serve(stream, &orders).await {
+                            info!(%error, "admin connection");
+                        }
+                        drop(place);
+                    });
+                }
+                Err(error) => {
+                    warn!(%error, "admin socket");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+    }
+}
+
+impl Drop for AdminSocket {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_file(&self.path) {
+            warn!(%error, path = %self.path.display(), "admin socket's file stays");
+        }
+    }
+}
+
+async fn serve(stream: UnixStream, orders: &mpsc::Sender<Order>) -> io::Result<()> {
+    let refusal = allowed(&stream).err();
+    let (reader, mut writer) = stream.into_split();
+    let mut reader = BufReader::new(reader);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let mut limited = (&mut reader).take(MAX_REQUEST_LINE as u64);
+        let Ok(read) = tokio::time::timeout(IDLE, limited.read_until(b'\n', &mut line)).await else {
+            return Ok(());
+        };
+        if read? == 0 {
+            return Ok(());
+        }
+        let whole = line.last() == Some(&b'\n');
+        let response = if let Some(refusal) = &refusal {
+            Response::Err(refusal.clone())
+        } else if whole {
+            answer(&line, orders).await
+        } else {
+            let message = format!("a request of more than {MAX_REQUEST_LINE} bytes, or cut off");
+            Response::Err(ControlError::new(ErrorCode::InvalidRequest, message))
+        };
+        writer.write_all(&encode(&response)?).await?;
+        if !whole {
+            return Ok(());
+        }
+    }
+}
+
+async fn answer(line: &[u8], orders: &mpsc::Sender<Order>) -> Response {
+    let command = match decode_request(line) {
+        Ok(command) => command,
+        Err(error) => return Response::Err(error),
+    };
+    let ending = || Response::Err(ControlError::new(ErrorCode::Busy, "the daemon is going down"));
+    let (answer, answered) = oneshot::channel();
+    if orders.send(Order { command, answer }).await.is_err() {
+        return ending();
+    }
+    answered.await.unwrap_or_else(|_| ending())
+}
+
+/// Root and the daemon's own user may give orders. The socket's file mode lets in its group as well; the peer's credentials
+/// decide.
+fn allowed(stream: &UnixStream) -> Result<(), ControlError> {
+    let not_allowed = |message: String| {
+        ControlError::new(ErrorCode::NotAllowed, message)
+            .remedy("run pagedctl as root or as the daemon's own user")
+    };
+    let peer = pagedd_host::peer::credentials(stream)
+        .map_err(|e| not_allowed(format!("the peer's credentials cannot be read: {e}")))?;
+    if peer.uid == 0 || peer.uid == pagedd_host::peer::own_uid() {
+        Ok(())
+    } else {
+        Err(not_allowed(format!("user {} may not manage this daemon", peer.uid)))
+    }
+}

@@ -1,0 +1,511 @@
+//! The task that owns tenants and control.db, and carries out admin commands one after the other.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use pagedd_config::{Amount, FIRST_TENANT_PORT, Percent, TenantName as CheckedName};
+use pagedd_control::{
+    Command, ControlError, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed, KeyRevoke, MetricsText,
+    Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges, TenantListed, TenantRemove,
+    TenantSet, TenantShown, TenantSpec, Walls,
+};
+use pagedd_core::ModelId;
+use pagedd_engine::Command as EngineCommand;
+use pagedd_journal::{ControlDb, DbError, KeyRow, NewKey, NewTenant, TenantUpdate};
+use tokio::sync::{mpsc, oneshot};
+use tracing::{info, warn};
+
+use crate::admin::Order;
+use crate::gateway::Going;
+use crate::hub::Message;
+use crate::model::Model;
+use crate::status;
+use crate::tenants::{ShareAmounts, Tenant, TenantShop};
+use crate::worker::ModelState;
+
+/// How long an engine may take to answer.
+const ENGINE_ANSWER: Duration = Duration::from_secs(30);
+
+/// Facts about the daemon itself, for status.
+pub struct Facts {
+    /// Its state directory.
+    pub state_dir: PathBuf,
+    /// Its configuration file.
+    pub config: Option<PathBuf>,
+    /// Whether limits are enforced by the kernel.
+    pub walls: Walls,
+    /// Who restarts it.
+    pub supervisor: Supervisor,
+    /// When it started.
+    pub start: Instant,
+}
+
+/// The daemon's state.
+pub struct Daemon {
+    /// Facts for status.
+    pub facts: Facts,
+    /// Every configured model, indexed by [`ModelId`].
+    pub models: Vec<Arc<Model>>,
+    /// Tenants by name.
+    pub tenants: BTreeMap<String, Tenant>,
+    /// What tenants are built with.
+    pub shop: TenantShop,
+    /// Tenants and keys on disk.
+    pub db: Db,
+}
+
+/// What the daemon's task is told.
+pub enum Event {
+    /// An admin command.
+    Order(Order),
+    /// A model's pool has a size for the first time.
+    ModelReady(ModelId),
+    /// Nothing more is admitted.
+    Drain,
+    /// Every gateway ends; the sender learns when all have.
+    Shutdown(oneshot::Sender<()>),
+}
+
+/// control.db, used off the runtime's thread: a commit waits for the disk, and tokens must not.
+pub struct Db(Arc<Mutex<ControlDb>>);
+
+impl Db {
+    /// Takes over an open database.
+    pub fn new(db: ControlDb) -> Self {
+        Self(Arc::new(Mutex::new(db)))
+    }
+
+    async fn with<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&mut ControlDb) -> Result<T, DbError> + Send + 'static,
+    ) -> Result<T, ControlError> {
+        let db = self.0.clone();
+        // Every operation is one transaction, so a panic in one leaves no half of it.
+        let result =
+            tokio::task::spawn_blocking(move || work(&mut db.lock().unwrap_or_else(PoisonError::into_inner)));
+        result
+            .await
+            .map_err(|e| ControlError::new(ErrorCode::Internal, format!("control.db: {e}")))?
+            .map_err(|e| db_error(&e))
+    }
+}
+
+fn db_error(error: &DbError) -> ControlError {
+    let code = match error {
+        DbError::DuplicateName { .. } => ErrorCode::DuplicateName,
+        DbError::DuplicatePort { .. } => ErrorCode::PortInUse,
+        DbError::UnknownTenant { .. } => ErrorCode::UnknownTenant,
+        DbError::UnknownKey { .. } => ErrorCode::UnknownKey,
+        DbError::DiskFull { .. } => ErrorCode::DiskFull,
+        _ => ErrorCode::Internal,
+    };
+    ControlError::new(code, error.to_string())
+}
+
+impl Daemon {
+    /// Obeys until every sender is gone.
+    pub async fn run(mut self, mut events: mpsc::Receiver<Event>) {
+        while let Some(event) = events.recv().await {
+            match event {
+                Event::Order(Order { command, answer }) => {
+                    let (name, changes) = (command.name(), command.changes());
+                    let result = self.obey(command).await;
+                    if changes {
+                        let error = result.as_ref().err().map(|e| e.code.as_str());
+                        info!(command = name, error, "admin");
+                    }
+                    // A client that hung up does not want its answer.
+                    drop(answer.send(result.into()));
+                }
+                Event::ModelReady(model) => self.model_ready(model).await,
+                Event::Drain => self.tenants.values().for_each(|tenant| tenant.set_going(Going::Draining)),
+                Event::Shutdown(done) => {
+                    let tenants = std::mem::take(&mut self.tenants);
+                    tenants.values().for_each(|tenant| tenant.set_going(Going::Down));
+                    for tenant in tenants.into_values() {
+                        tenant.close(&self.shop).await;
+                    }
+                    drop(done.send(()));
+                }
+            }
+        }
+    }
+
+    async fn obey(&mut self, command: Command) -> Result<Reply, ControlError> {
+        Ok(match command {
+            Command::TenantAdd(spec) => Reply::TenantAdded(self.add(spec).await?),
+            Command::TenantSet(TenantSet { name, changes }) => Reply::Tenant(self.set(&name, changes).await?),
+            Command::TenantRemove(remove) => Reply::TenantRemoved(self.remove(remove).await?),
+            Command::TenantList => Reply::Tenants(TenantListed {
+                tenants: self.tenants.values().map(|t| t.info(self.shop.address)).collect(),
+            }),
+            Command::TenantShow(name) => Reply::Tenant(self.shown(&name.name)?),
+            Command::TenantSuspend(name) => Reply::Tenant(self.suspend(&name.name, true).await?),
+            Command::TenantResume(name) => Reply::Tenant(self.suspend(&name.name, false).await?),
+            Command::KeyCreate(create) => Reply::KeyCreated(self.create_key(create).await?),
+            Command::KeyList(list) => {
+                let tenant = self.tenant(&list.tenant)?;
+                Reply::Keys(KeyListed {
+                    tenant: list.tenant,
+                    keys: tenant.keys.iter().map(key_info).collect(),
+                })
+            }
+            Command::KeyRevoke(revoke) => Reply::KeyRevoked(self.revoke_key(revoke).await?),
+            Command::Status => Reply::Status(self.status()),
+            Command::Metrics => {
+                let text = self.shop.exporter.all(&self.models, &self.tenants, &self.facts).await;
+                Reply::Metrics(MetricsText { text })
+            }
+        })
+    }
+
+    fn status(&self) -> StatusInfo {
+        StatusInfo {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            uptime_s: self.facts.start.elapsed().as_secs(),
+            state_dir: self.facts.state_dir.display().to_string(),
+            config: self.facts.config.as_ref().map(|path| path.display().to_string()),
+            walls: self.facts.walls.clone(),
+            durable: false,
+            supervisor: self.facts.supervisor,
+            models: self.models.iter().map(|model| status::model(model)).collect(),
+            tenants: self.tenants.values().map(|tenant| tenant.info(self.shop.address)).collect(),
+        }
+    }
+
+    fn tenant(&self, name: &str) -> Result<&Tenant, ControlError> {
+        self.tenants.get(name).ok_or_else(|| unknown_tenant(name))
+    }
+
+    fn shown(&self, name: &str) -> Result<TenantShown, ControlError> {
+        Ok(TenantShown { tenant: self.tenant(name)?.info(self.shop.address) })
+    }
+
+    fn model(&self, name: Option<&str>) -> Result<&Arc<Model>, ControlError> {
+        let configured = || match self.models.iter().map(|m| m.name.as_str()).collect::<Vec<_>>().join(", ") {
+            names if names.is_empty() => {
+                "add one under `models:` in the configuration and restart".to_owned()
+            }
+            names => format!("configured models: {names}"),
+        };
+        match (name, self.models.as_slice()) {
+            (None, [only]) => Ok(only),
+            (None, _) => Err(ControlError::new(
+                ErrorCode::UnknownModel,
+                "no model was named, and there is not exactly one",
+            )
+            .remedy(format!("name it with --model; {}", configured()))),
+            (Some(name), models) => models.iter().find(|model| model.name == name).ok_or_else(|| {
+                ControlError::new(ErrorCode::UnknownModel, format!("no model `{name}`")).remedy(configured())
+            }),
+        }
+    }
+
+    async fn add(&mut self, spec: TenantSpec) -> Result<TenantAdded, ControlError> {
+        let name = spec
+            .name
+            .parse::<CheckedName>()
+            .map_err(|e| ControlError::new(ErrorCode::InvalidName, e.to_string()))?
+            .to_string();
+        if self.tenants.contains_key(&name) {
+            return Err(ControlError::new(ErrorCode::DuplicateName, format!("a tenant `{name}` exists"))
+                .remedy("choose another name, or change this one with `pagedctl tenant set`"));
+        }
+        let model = self.model(spec.model.as_deref())?.clone();
+        let share = share_amounts(spec.kv_floor.as_deref(), spec.kv_ceiling.as_deref(), None)?;
+        self.check_share(None, &model, share)?;
+        let (port, listener) = self.port(spec.port)?;
+        let new = NewTenant {
+            name: name.clone(),
+            port,
+            model: model.name.clone(),
+            kv_floor: share.floor.to_string(),
+            kv_ceiling: share.ceiling.to_string(),
+            auth: !spec.no_auth,
+        };
+        let (record, key) = self
+            .db
+            .with(move |db| {
+                let key = if new.auth { Some(NewKey::draw()?) } else { None };
+                let (record, row) = db.add_tenant(&new, key.as_ref(), now_unix())?;
+                Ok((record, key.zip(row)))
+            })
+            .await?;
+        let keys = key.iter().map(|(_, row)| row.clone()).collect();
+        self.shop.keep_listener(record.id, &listener);
+        let opened = self.shop.open(record.clone(), keys, share, &model, listener);
+        let settled = match &opened {
+            Ok(tenant) => tenant.apply_share(share).await,
+            Err(error) => Err(error.clone()),
+        };
+        if let Err(error) = settled {
+            self.shop.forget_listener(record.id);
+            if let Ok(tenant) = opened {
+                tenant.close(&self.shop).await;
+            }
+            self.db.with(move |db| db.remove_tenant(record.id)).await?;
+            return Err(error);
+        }
+        let tenant = opened?;
+        let info = tenant.info(self.shop.address);
+        self.tenants.insert(name.clone(), tenant);
+        Ok(TenantAdded { tenant: info, key: key.map(|(key, row)| key_created(&key, row, name)) })
+    }
+
+    /// The port asked for, or the next free one.
+    fn port(&self, asked: Option<u16>) -> Result<(u16, std::os::fd::OwnedFd), ControlError> {
+        let taken = |port: u16| self.tenants.values().find(|tenant| tenant.record.port == port);
+        if let Some(port) = asked {
+            if port == 0 {
+                return Err(ControlError::new(ErrorCode::InvalidPort, "port 0 is no port")
+                    .remedy("name one, or leave --port away to get the next free one"));
+            }
+            if let Some(tenant) = taken(port) {
+                let message = format!("port {port} belongs to tenant `{}`", tenant.record.name);
+                return Err(ControlError::new(ErrorCode::PortInUse, message).remedy("choose another port"));
+            }
+            return Ok((port, self.shop.bind(port)?));
+        }
+        (FIRST_TENANT_PORT..=u16::MAX)
+            .filter(|port| taken(*port).is_none())
+            .find_map(|port| self.shop.bind(port).ok().map(|listener| (port, listener)))
+            .ok_or_else(|| {
+                ControlError::new(ErrorCode::InvalidPort, format!("no free port from {FIRST_TENANT_PORT} up"))
+            })
+    }
+
+    async fn set(&mut self, name: &str, changes: TenantChanges) -> Result<TenantShown, ControlError> {
+        let tenant = self.tenant(name)?;
+        let (before, model) = (tenant.share, tenant.model.clone());
+        let share = share_amounts(changes.kv_floor.as_deref(), changes.kv_ceiling.as_deref(), Some(before))?;
+        self.check_share(Some(name), &model, share)?;
+        let listener = match changes.port.filter(|port| *port != tenant.record.port) {
+            Some(port) => Some(self.port(Some(port))?),
+            None => None,
+        };
+        tenant.apply_share(share).await?;
+        let update = TenantUpdate {
+            port: listener.as_ref().map(|(port, _)| *port),
+            kv_floor: Some(share.floor.to_string()),
+            kv_ceiling: Some(share.ceiling.to_string()),
+            auth: changes.auth,
+            suspended: None,
+        };
+        let id = tenant.id();
+        let written = self.db.with(move |db| db.update_tenant(id, &update)).await;
+        let tenant = self.tenants.get_mut(name).ok_or_else(|| unknown_tenant(name))?;
+        match written {
+            Ok(record) => tenant.record = record,
+            Err(error) => {
+                tenant.apply_share(before).await?;
+                return Err(error);
+            }
+        }
+        tenant.share = share;
+        tenant.set_misfit(None);
+        tenant.announce();
+        if let Some((_, listener)) = listener {
+            tenant.move_to(&self.shop, listener)?;
+        }
+        self.shown(name)
+    }
+
+    /// What can be said of a share before the pool has a size: a floor above its ceiling, floors of more than everything.
+    fn check_share(
+        &self,
+        of: Option<&str>,
+        model: &Arc<Model>,
+        share: ShareAmounts,
+    ) -> Result<(), ControlError> {
+        if let (Amount::Percent(floor), Amount::Percent(ceiling)) = (share.floor, share.ceiling)
+            && floor > ceiling
+        {
+            let message = format!("floor {} is above ceiling {}", share.floor, share.ceiling);
+            return Err(ControlError::new(ErrorCode::FloorAboveCeiling, message)
+                .remedy("raise the ceiling or lower the floor"));
+        }
+        if let Some(ready) = model.state.borrow().model() {
+            let spec = share.in_blocks(&ready.info);
+            if spec.floor > spec.ceiling {
+                let message = format!(
+                    "floor {} ({} blocks) is above ceiling {} ({} blocks)",
+                    share.floor, spec.floor, share.ceiling, spec.ceiling
+                );
+                return Err(ControlError::new(ErrorCode::FloorAboveCeiling, message));
+            }
+        }
+        let hundredths =
+            |amount: Amount| if let Amount::Percent(percent) = amount { percent.hundredths() } else { 0 };
+        let others =
+            self.tenants.values().filter(|t| t.model.id == model.id && of != Some(t.record.name.as_str()));
+        let sum = hundredths(share.floor) + others.map(|tenant| hundredths(tenant.share.floor)).sum::<u32>();
+        if sum > Percent::ALL.hundredths() {
+            let sum = f64::from(sum) / 100.0;
+            let message = format!("the floors of model `{}` would be {sum}% of its pool", model.name);
+            return Err(ControlError::new(ErrorCode::FloorsExceedPool, message)
+                .remedy("lower this floor or another tenant's; `pagedctl tenant list` shows them"));
+        }
+        Ok(())
+    }
+
+    async fn remove(&mut self, remove: TenantRemove) -> Result<Removed, ControlError> {
+        let TenantRemove { name, force } = remove;
+        let tenant = self.tenant(&name)?;
+        let info = tenant.info(self.shop.address);
+        let live = info.running + info.waiting;
+        if live > 0 && !force {
+            return Err(ControlError::new(
+                ErrorCode::Busy,
+                format!("tenant `{name}` has {live} running or waiting sequences"),
+            )
+            .remedy("suspend it and wait, or use --force to cancel them"));
+        }
+        let id = tenant.record.id;
+        self.db.with(move |db| db.remove_tenant(id)).await?;
+        let Some(tenant) = self.tenants.remove(&name) else { return Err(unknown_tenant(&name)) };
+        let (tenant_id, model) = (tenant.id(), tenant.model.clone());
+        self.shop.forget_listener(id);
+        tenant.close(&self.shop).await;
+        let (sender, done) = oneshot::channel();
+        let command = EngineCommand::RemoveTenant {
+            tenant: tenant_id,
+            reply: Box::new(move |()| drop(sender.send(()))),
+        };
+        if model.engine.send(command).is_err() || tokio::time::timeout(ENGINE_ANSWER, done).await.is_err() {
+            warn!(tenant = name, "the engine did not say that a removed tenant's blocks are back");
+        }
+        drop(self.shop.hub.send(Message::Forget(tenant_id)).await);
+        Ok(Removed { id: id.0, name, cancelled: live })
+    }
+
+    async fn suspend(&mut self, name: &str, suspended: bool) -> Result<TenantShown, ControlError> {
+        let id = self.tenant(name)?.id();
+        let update = TenantUpdate { suspended: Some(suspended), ..TenantUpdate::default() };
+        let record = self.db.with(move |db| db.update_tenant(id, &update)).await?;
+        if let Some(tenant) = self.tenants.get_mut(name) {
+            tenant.record = record;
+            tenant.announce();
+        }
+        self.shown(name)
+    }
+
+    async fn create_key(&mut self, create: KeyCreate) -> Result<KeyCreated, ControlError> {
+        let KeyCreate { tenant: name, label } = create;
+        if label
+            .as_ref()
+            .is_some_and(|label| label.chars().count() > 100 || label.chars().any(char::is_control))
+        {
+            return Err(ControlError::new(
+                ErrorCode::InvalidLabel,
+                "a label is up to 100 printable characters",
+            ));
+        }
+        let id = self.tenant(&name)?.record.id;
+        let (key, row) = self
+            .db
+            .with(move |db| {
+                let key = NewKey::draw()?;
+                let row = db.add_key(id, label.as_deref(), &key, now_unix())?;
+                Ok((key, row))
+            })
+            .await?;
+        if let Some(tenant) = self.tenants.get_mut(&name) {
+            tenant.keys.push(row.clone());
+            tenant.announce();
+        }
+        Ok(key_created(&key, row, name))
+    }
+
+    async fn revoke_key(&mut self, revoke: KeyRevoke) -> Result<KeyInfo, ControlError> {
+        let KeyRevoke { tenant: name, id } = revoke;
+        let tenant = self.tenant(&name)?.record.id;
+        let unknown = || {
+            ControlError::new(ErrorCode::UnknownKey, format!("tenant `{name}` has no key {id}"))
+                .remedy(format!("`pagedctl key list {name}` shows its keys"))
+        };
+        let record = self
+            .db
+            .with(move |db| db.revoke_key(tenant, id, now_unix()))
+            .await
+            .map_err(|e| if e.code == ErrorCode::UnknownKey { unknown() } else { e })?;
+        let info = key_info(&record);
+        if let Some(tenant) = self.tenants.get_mut(&name) {
+            if let Some(key) = tenant.keys.iter_mut().find(|key| key.id == id) {
+                *key = record;
+            }
+            tenant.announce();
+        }
+        Ok(info)
+    }
+
+    /// The pool has a size: floors and ceilings become blocks. A tenant whose floor no longer fits is not served, and says so.
+    async fn model_ready(&self, model: ModelId) {
+        for tenant in self.tenants.values().filter(|tenant| tenant.model.id == model) {
+            let misfit = tenant.apply_share(tenant.share).await.err().map(|error| error.message);
+            if let Some(reason) = &misfit {
+                warn!(tenant = tenant.record.name, reason, "tenant is not served");
+            }
+            tenant.set_misfit(misfit);
+        }
+    }
+}
+
+/// Tells the daemon's task when a model's pool first has a size.
+pub async fn watch_model(model: Arc<Model>, events: mpsc::Sender<Event>) {
+    let mut state = model.state.clone();
+    let ready = state.wait_for(|state| matches!(state, ModelState::Ready(_))).await.is_ok();
+    if ready {
+        drop(events.send(Event::ModelReady(model.id)).await);
+    }
+}
+
+fn unknown_tenant(name: &str) -> ControlError {
+    ControlError::new(ErrorCode::UnknownTenant, format!("no tenant `{name}`"))
+        .remedy("`pagedctl tenant list` names them")
+}
+
+/// Amounts as given, `before` where nothing is given, and everything where there is no before.
+fn share_amounts(
+    floor: Option<&str>,
+    ceiling: Option<&str>,
+    before: Option<ShareAmounts>,
+) -> Result<ShareAmounts, ControlError> {
+    let parse = |what: &str, text: Option<&str>, before: Option<Amount>, default: Amount| match text {
+        None => Ok(before.unwrap_or(default)),
+        Some(text) => text
+            .parse::<Amount>()
+            .map_err(|e| ControlError::new(ErrorCode::InvalidAmount, format!("{what}: {e}"))),
+    };
+    Ok(ShareAmounts {
+        floor: parse("kv_floor", floor, before.map(|b| b.floor), Amount::NOTHING)?,
+        ceiling: parse("kv_ceiling", ceiling, before.map(|b| b.ceiling), Amount::EVERYTHING)?,
+    })
+}
+
+fn key_created(key: &NewKey, row: KeyRow, tenant: String) -> KeyCreated {
+    KeyCreated {
+        id: row.id,
+        tenant,
+        label: row.label,
+        key: Secret::new(key.reveal().to_owned()),
+        prefix: row.prefix,
+    }
+}
+
+/// Seconds since 1970.
+fn now_unix() -> i64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64)
+}
+
+fn key_info(key: &KeyRow) -> KeyInfo {
+    KeyInfo {
+        id: key.id,
+        label: key.label.clone(),
+        prefix: key.prefix.clone(),
+        created_unix: key.created_unix,
+        revoked_unix: key.revoked_unix,
+    }
+}

@@ -1,0 +1,473 @@
+//! A tenant's gateway: forked, spoken to, replaced. The port is the daemon's and outlives it.
+//!
+//! **Owns** the connection, and with it the gateway's identity: every frame that arrives here is the tenant's (I4).
+//! **Never** sees text: prompts come as tokens, answers leave as tokens.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream as StdUnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use pagedd_core::{RequestId, SamplingParams, TenantId, TokenId, Tokens};
+use pagedd_engine::{Command, InboxFull, Submission};
+use pagedd_host::{Identity, Pidfd};
+use pagedd_sched::NewRequest;
+use pagedd_wire::gateway::{Answer, Closed, KeyEntry, Query, Refusal, Request, ToDaemon, ToGateway, Welcome};
+use pagedd_wire::{FrameBuffer, FrameError, PROTOCOL, encode};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::{mpsc, watch};
+use tracing::{error, info, warn};
+
+use crate::backoff::Backoff;
+use crate::hub::{ConnectionId, Message, Ticket};
+use crate::metrics::Exporter;
+use crate::model::Model;
+use crate::template::{Fork, ForkError};
+use crate::worker::ModelState;
+
+/// Frames that may wait for a gateway: more than it can have questions open.
+const OUTBOX: usize = 8192;
+/// How long a gateway may take to end once its connection is closed.
+const DEATH: Duration = Duration::from_secs(2);
+/// Most choices of one request.
+const MAX_N: u32 = 16;
+
+static CONNECTIONS: AtomicU64 = AtomicU64::new(1);
+
+/// What a gateway is told of its tenant, beside what the model tells.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TenantFacts {
+    /// Accepted keys; `None` needs no key.
+    pub keys: Option<Vec<KeyEntry>>,
+    /// Suspended by an operator.
+    pub suspended: bool,
+    /// The daemon goes down: first no more is admitted, then everything ends.
+    pub going: Going,
+    /// Why the tenant cannot be served, for example floors that no longer fit.
+    pub misfit: Option<String>,
+}
+
+/// How far the daemon's end has come.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Going {
+    /// It stays.
+    Not,
+    /// Nothing is admitted.
+    Draining,
+    /// Open streams end.
+    Down,
+}
+
+/// How a gateway stands.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum GatewayState {
+    /// Waits for its fork.
+    Starting,
+    /// Serves.
+    Running {
+        /// For status only.
+        pid: u32,
+    },
+    /// Died, and waits for its next start.
+    Restarting,
+    /// Cannot be started: the model has no usable tokenizer or chat template.
+    Failed(String),
+}
+
+/// Limits that every gateway gets.
+#[derive(Clone, Copy, Debug)]
+pub struct GatewayLimits {
+    /// Largest request body, in bytes.
+    pub max_body: u64,
+    /// Most open connections.
+    pub max_connections: u32,
+    /// How long a request's head may take, in milliseconds.
+    pub header_timeout_ms: u32,
+    /// How long a connection may stay without a request, in milliseconds.
+    pub idle_timeout_ms: u32,
+}
+
+/// What a gateway's task is made of.
+pub struct GatewayTask {
+    /// Whose.
+    pub tenant: TenantId,
+    /// Its name.
+    pub name: String,
+    /// The uid and gid it runs as, where the daemon may choose.
+    pub identity: Option<Identity>,
+    /// The tenant's port.
+    pub listener: OwnedFd,
+    /// What it serves.
+    pub model: Arc<Model>,
+    /// What it is told; the task ends when the sender goes.
+    pub facts: watch::Receiver<TenantFacts>,
+    /// How it stands, and how many starts it has had.
+    pub state: watch::Sender<(GatewayState, u32)>,
+    /// Delivery.
+    pub hub: mpsc::Sender<Message>,
+    /// Answers metrics queries.
+    pub exporter: Exporter,
+    /// Limits.
+    pub limits: GatewayLimits,
+}
+
+/// How a connection came to its end.
+enum Ended {
+    /// The gateway closed it, or broke the protocol.
+    Gateway(String),
+    /// The tenant was removed, or the daemon goes down.
+    Us,
+}
+
+impl GatewayTask {
+    /// Keeps a gateway running until the tenant goes or the daemon does.
+    pub async fn run(mut self) {
+        let mut backoff = Backoff::new(5, Duration::from_secs(10));
+        loop {
+            tokio::time::sleep(backoff.next(Instant::now())).await;
+            let (ended, pidfd) = match self.start().await {
+                Ok((socket, pidfd)) => (self.talk(socket).await, pidfd),
+                Err(ForkError::Model(error)) => {
+                    self.state.send_modify(|(state, _)| *state = GatewayState::Failed(error));
+                    return;
+                }
+                Err(ForkError::Failed(error)) => {
+                    warn!(tenant = self.name, error, "gateway did not start");
+                    self.state.send_modify(|(state, starts)| {
+                        (*state, *starts) = (GatewayState::Restarting, *starts + 1)
+                    });
+                    if self.facts.has_changed().is_err() {
+                        return;
+                    }
+                    continue;
+                }
+            };
+            fence(&self.name, pidfd).await;
+            match ended {
+                Ended::Us => return,
+                Ended::Gateway(reason) => {
+                    warn!(tenant = self.name, reason, "gateway lost");
+                    self.state.send_modify(|(state, _)| *state = GatewayState::Restarting);
+                }
+            }
+        }
+    }
+
+    /// Has a gateway forked.
+    async fn start(&self) -> Result<(UnixStream, Pidfd), ForkError> {
+        let failed = |e: io::Error| ForkError::Failed(e.to_string());
+        let (ours, theirs) = StdUnixStream::pair().map_err(failed)?;
+        ours.set_nonblocking(true).map_err(failed)?;
+        let fork = Fork {
+            tenant: self.name.clone(),
+            identity: self.identity.map(|identity| (identity.uid, identity.gid)),
+            listener: self.listener.try_clone().map_err(failed)?,
+            socket: theirs,
+        };
+        let forked = self.model.template.fork(fork).await?;
+        let pid = forked.pid;
+        info!(tenant = self.name, pid, "gateway runs");
+        self.state
+            .send_modify(|(state, starts)| (*state, *starts) = (GatewayState::Running { pid }, *starts + 1));
+        Ok((UnixStream::from_std(ours).map_err(failed)?, Pidfd::from(forked.pidfd)))
+    }
+
+    /// Speaks to a gateway until one side ends.
+    async fn talk(&mut self, socket: UnixStream) -> Ended {
+        let connection = ConnectionId(CONNECTIONS.fetch_add(1, Ordering::Relaxed));
+        let (reader, writer) = socket.into_split();
+        let (outbox, frames) = mpsc::channel(OUTBOX);
+        let writing = tokio::spawn(write(writer, frames));
+        let up = Message::Up { tenant: self.tenant, connection, outbox: outbox.clone() };
+        if self.hub.send(up).await.is_err() {
+            return Ended::Us;
+        }
+        let ended = self.serve(connection, reader, &outbox).await;
+        drop(self.hub.send(Message::Down(connection)).await);
+        drop(outbox);
+        // What is in the outbox (a last `Shutdown`, say) is written as long as the gateway reads.
+        if tokio::time::timeout(DEATH, writing).await.is_err() {
+            warn!(tenant = self.name, "gateway does not read its last frames");
+        }
+        ended
+    }
+
+    async fn serve(
+        &mut self,
+        connection: ConnectionId,
+        mut reader: OwnedReadHalf,
+        outbox: &mpsc::Sender<ToGateway>,
+    ) -> Ended {
+        let mut model_state = self.model.state.clone();
+        let mut buffer = FrameBuffer::new();
+        let mut scratch = vec![0; 64 << 10];
+        let mut greeted = false;
+        let mut told = None;
+        loop {
+            let facts = self.facts.borrow_and_update().clone();
+            let welcome = self.welcome(&facts, &model_state.borrow_and_update());
+            if told.as_ref() != Some(&welcome) {
+                if outbox.send(ToGateway::Welcome(Box::new(welcome.clone()))).await.is_err() {
+                    return Ended::Gateway("it does not read".to_owned());
+                }
+                told = Some(welcome);
+            }
+            if facts.going == Going::Down {
+                drop(outbox.send(ToGateway::Shutdown).await);
+                // Its end of file follows once its streams have ended.
+                let end = tokio::time::timeout(DEATH, drain(&mut reader, &mut scratch)).await;
+                if end.is_err() {
+                    warn!(tenant = self.name, "gateway does not end; it is killed");
+                }
+                return Ended::Us;
+            }
+            tokio::select! {
+                changed = self.facts.changed() => {
+                    if changed.is_err() {
+                        drop(outbox.send(ToGateway::Shutdown).await);
+                        return Ended::Us;
+                    }
+                }
+                changed = model_state.changed() => {
+                    if changed.is_err() {
+                        return Ended::Us;
+                    }
+                }
+                read = reader.read(&mut scratch) => match read {
+                    Ok(0) => return Ended::Gateway("it closed its connection".to_owned()),
+                    Err(e) => return Ended::Gateway(e.to_string()),
+                    Ok(n) => {
+                        buffer.push(&scratch[..n]);
+                        if let Err(e) = self.frames(connection, &mut buffer, &mut greeted, outbox).await {
+                            return Ended::Gateway(e);
+                        }
+                    }
+                },
+            }
+        }
+    }
+
+    /// Obeys every whole frame that has come.
+    async fn frames(
+        &self,
+        connection: ConnectionId,
+        buffer: &mut FrameBuffer,
+        greeted: &mut bool,
+        outbox: &mpsc::Sender<ToGateway>,
+    ) -> Result<(), String> {
+        while let Some(frame) = buffer.next_frame().map_err(|e: FrameError| e.to_string())? {
+            let message = match frame {
+                ToDaemon::Hello { protocol: PROTOCOL } if !*greeted => {
+                    *greeted = true;
+                    continue;
+                }
+                ToDaemon::Hello { protocol } => return Err(format!("a hello of protocol {protocol}")),
+                _ if !*greeted => return Err("a frame before its hello".to_owned()),
+                ToDaemon::Submit { ticket, request } => {
+                    if let Err(refusal) = self.submit(connection, ticket, *request) {
+                        let refused = ToGateway::Refused { ticket, refusal };
+                        outbox.try_send(refused).map_err(|_| "it does not read its answers".to_owned())?;
+                    }
+                    continue;
+                }
+                ToDaemon::Query { ticket, query } => {
+                    let answer = match query {
+                        Query::Health => self.health(),
+                        Query::Metrics => {
+                            Answer::Metrics(self.exporter.tenant(self.tenant, &self.name, &self.model).await)
+                        }
+                    };
+                    let answer = ToGateway::Answer { ticket, answer };
+                    outbox.try_send(answer).map_err(|_| "it does not read its answers".to_owned())?;
+                    continue;
+                }
+                ToDaemon::Attach { request, from } => Message::Attach(connection, RequestId(request), from),
+                ToDaemon::Detach { request } => Message::Detach(connection, RequestId(request)),
+                ToDaemon::Cancel { request } => Message::Cancel(connection, RequestId(request)),
+                ToDaemon::Stop { request, choice } => Message::Stop(connection, RequestId(request), choice),
+            };
+            self.hub.send(message).await.map_err(|_| "the daemon goes down".to_owned())?;
+        }
+        Ok(())
+    }
+
+    /// Checks a request and puts it into its engine's inbox.
+    fn submit(&self, connection: ConnectionId, ticket: u64, request: Request) -> Result<(), Refusal> {
+        let facts = self.facts.borrow();
+        if let Some(closed) = closed(&facts, &self.model.state.borrow()) {
+            return Err(Refusal::Closed(closed));
+        }
+        let vocab = self.model.state.borrow().model().map_or(u32::MAX, |model| model.info.vocab_size);
+        check(&request, vocab)?;
+        let Request { prompt, sampling, n, max_tokens, stop_ids, on_leave, key, context } = request;
+        let id = random_id().map_err(|e| {
+            error!(error = %e, "no randomness for a request id");
+            Refusal::Closed(Closed::Failed("no randomness for a request id".to_owned()))
+        })?;
+        let prompt_tokens = prompt.len() as u32;
+        let tokens = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
+        let submission = Submission {
+            request: NewRequest {
+                id,
+                tenant: self.tenant,
+                prompt: tokens(prompt),
+                n,
+                max_tokens: Tokens(max_tokens),
+                stop_ids: tokens(stop_ids),
+                sampling: SamplingParams::from(sampling),
+            },
+            ticket: Box::new(Ticket {
+                connection,
+                tenant: self.tenant,
+                model: self.model.id,
+                number: ticket,
+                prompt_tokens,
+                block_size: self.model.config.block_size.0,
+                n,
+                on_leave,
+                key,
+                context,
+            }),
+        };
+        self.model.engine.send(Command::Submit(Box::new(submission))).map_err(|(InboxFull, _)| {
+            Refusal::QueueFull { waiting: self.model.stats.borrow().scheduler.waiting(), retry_after: 1 }
+        })
+    }
+
+    fn health(&self) -> Answer {
+        let closed = closed(&self.facts.borrow(), &self.model.state.borrow());
+        let reason = closed.map(|closed| match closed {
+            Closed::Suspended => "the tenant is suspended".to_owned(),
+            Closed::Draining => "the daemon is going down".to_owned(),
+            Closed::Loading => "the model is loading".to_owned(),
+            Closed::Failed(error) => error,
+        });
+        let reason = reason.or_else(|| match &*self.model.state.borrow() {
+            ModelState::Restarting { attempt, .. } => {
+                Some(format!("the worker is being replaced (attempt {attempt})"))
+            }
+            ModelState::Loading { .. } | ModelState::Ready(_) | ModelState::Failed { .. } => None,
+        });
+        let stats = self.model.stats.borrow();
+        let last_step_ms = self.model.last_step_age(&stats).map(|age| age.as_millis() as u64);
+        let tenant = stats.scheduler.tenant(self.tenant);
+        let (running, waiting) = tenant.map_or((0, 0), |t| (t.running, t.waiting));
+        Answer::Health { ready: reason.is_none(), reason, last_step_ms, running, waiting }
+    }
+
+    fn welcome(&self, facts: &TenantFacts, state: &ModelState) -> Welcome {
+        let info = state.model().map(|model| &model.info);
+        Welcome {
+            tenant: self.name.clone(),
+            model: self.model.name.clone(),
+            since: self.model.since,
+            max_model_len: info.map_or(0, |info| info.max_model_len),
+            vocab_size: info.map_or(0, |info| info.vocab_size),
+            default_max_tokens: self.model.default_max_tokens,
+            max_n: MAX_N,
+            max_body: self.limits.max_body,
+            max_connections: self.limits.max_connections,
+            header_timeout_ms: self.limits.header_timeout_ms,
+            idle_timeout_ms: self.limits.idle_timeout_ms,
+            keys: facts.keys.clone(),
+            closed: closed(facts, state),
+        }
+    }
+}
+
+/// Why nothing is admitted. A worker that is being replaced is no reason: requests wait for it.
+fn closed(facts: &TenantFacts, state: &ModelState) -> Option<Closed> {
+    if facts.going > Going::Not {
+        return Some(Closed::Draining);
+    }
+    if facts.suspended {
+        return Some(Closed::Suspended);
+    }
+    if let Some(misfit) = &facts.misfit {
+        return Some(Closed::Failed(misfit.clone()));
+    }
+    match state {
+        ModelState::Loading { .. } | ModelState::Restarting { last: None, .. } => Some(Closed::Loading),
+        ModelState::Failed { error } => Some(Closed::Failed(error.clone())),
+        ModelState::Ready(_) | ModelState::Restarting { last: Some(_), .. } => None,
+    }
+}
+
+/// What a gateway has checked already, checked again: it has read a stranger's bytes, and the engine must not pay for that.
+fn check(request: &Request, vocab: u32) -> Result<(), Refusal> {
+    let invalid = |param: &str, message: String| Err(Refusal::Invalid { param: param.to_owned(), message });
+    if request.prompt.is_empty() {
+        return invalid("prompt", "the prompt has no tokens".to_owned());
+    }
+    if let Some(token) = request.prompt.iter().find(|token| **token >= vocab) {
+        return invalid("prompt", format!("token {token} is not in the vocabulary of {vocab}"));
+    }
+    if request.n == 0 || request.n > MAX_N {
+        return invalid("n", format!("n is {}, it must be from 1 to {MAX_N}", request.n));
+    }
+    if request.max_tokens == 0 {
+        return invalid("max_tokens", "max_tokens is 0, it must be at least 1".to_owned());
+    }
+    let sampling = request.sampling;
+    if !(0.0..=2.0).contains(&sampling.temperature) {
+        return invalid(
+            "temperature",
+            format!("temperature is {}, it must be from 0 to 2", sampling.temperature),
+        );
+    }
+    if !(sampling.top_p > 0.0 && sampling.top_p <= 1.0) {
+        return invalid("top_p", format!("top_p is {}, it must be above 0 and at most 1", sampling.top_p));
+    }
+    if sampling.top_k == Some(0) {
+        return invalid("top_k", "top_k is 0, it must be at least 1".to_owned());
+    }
+    Ok(())
+}
+
+fn random_id() -> Result<RequestId, getrandom::Error> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes)?;
+    Ok(RequestId(bytes))
+}
+
+/// Writes frames until the outbox is dropped and empty, or the gateway stops reading.
+async fn write(mut writer: OwnedWriteHalf, mut frames: mpsc::Receiver<ToGateway>) {
+    while let Some(frame) = frames.recv().await {
+        let bytes = match encode(&frame) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                error!(%error, "a frame to a gateway cannot be encoded");
+                return;
+            }
+        };
+        if writer.write_all(&bytes).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Reads and forgets until end of file.
+async fn drain(reader: &mut OwnedReadHalf, scratch: &mut [u8]) {
+    while reader.read(scratch).await.is_ok_and(|n| n > 0) {}
+}
+
+/// Waits for a gateway's end, and brings it about where it does not come: two gateways of one tenant never run at once.
+async fn fence(name: &str, pidfd: Pidfd) {
+    let gone = tokio::task::spawn_blocking(move || {
+        if pidfd.wait_gone(DEATH)? {
+            return Ok(true);
+        }
+        pidfd.kill()?;
+        pidfd.wait_gone(DEATH)
+    });
+    match gone.await {
+        Ok(Ok(true)) => {}
+        Ok(Ok(false)) => error!(tenant = name, "a killed gateway does not end"),
+        Ok(Err(error)) => error!(tenant = name, %error, "the end of a gateway cannot be watched"),
+        Err(error) => error!(tenant = name, %error, "the end of a gateway cannot be watched"),
+    }
+}

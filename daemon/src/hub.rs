@@ -1,0 +1,471 @@
+//! Delivery: the logs of requests, and who reads them.
+//!
+//! **Owns** every request's log of entries (the journal's in-memory form) and every gateway's attachments. **Never** blocks
+//! an engine on a reader: what a gateway's outbox does not take now is sent from the attachment's cursor once it does.
+//!
+//! One task, one inbox. Records come from the engine threads in commit order; an entry is in its log before any gateway is
+//! sent it, and a gateway gets entries only through an attachment's cursor.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use pagedd_core::{FinishReason, ModelId, RequestId, TenantId};
+use pagedd_engine::{Command, EngineHandle, StepRecord};
+use pagedd_sched::AdmitError;
+use pagedd_wire::gateway::{Closed, Delivery, Entry, OnLeave, Refusal, ToGateway};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::MissedTickBehavior;
+use tracing::{debug, warn};
+
+/// Messages that may wait for the hub. An engine that finds it full waits: its tokens would not be visible anyway.
+pub const INBOX: usize = 1024;
+/// Entries in one frame to a gateway, over all requests.
+const FRAME_ENTRIES: usize = 16 << 10;
+/// How often full outboxes are tried again.
+const RETRY: Duration = Duration::from_millis(10);
+/// How often time limits are looked at.
+const HOUSEKEEPING: Duration = Duration::from_millis(500);
+/// Memory that logs of finished requests may take; beyond it the oldest go before their time.
+const FINISHED_BYTES: usize = 8 << 20;
+/// Entries of a finished tenant's drain rate.
+const RATE_WINDOW: usize = 64;
+
+/// A gateway connection. Each start of a gateway has another one.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ConnectionId(pub u64);
+
+/// Travels with a submission through the engine and comes back with its answer.
+pub struct Ticket {
+    /// Who asked, and waits for the answer.
+    pub connection: ConnectionId,
+    /// Whose.
+    pub tenant: TenantId,
+    /// The model that was asked.
+    pub model: ModelId,
+    /// The gateway's number for its question.
+    pub number: u64,
+    /// Prompt tokens.
+    pub prompt_tokens: u32,
+    /// Tokens in a block of its model.
+    pub block_size: u32,
+    /// Choices.
+    pub n: u32,
+    /// What happens when the client leaves.
+    pub on_leave: OnLeave,
+    /// The key that made it.
+    pub key: Option<u32>,
+    /// The gateway's own encoding.
+    pub context: Vec<u8>,
+}
+
+/// What the hub is told.
+pub enum Message {
+    /// The engine took a request.
+    Admitted(RequestId, Box<Ticket>),
+    /// The engine did not take it.
+    Refused(Box<Ticket>, AdmitError),
+    /// A step's tokens and finishes.
+    Step(StepRecord),
+    /// A gateway connected; frames to it go into `outbox`.
+    Up {
+        /// Whose.
+        tenant: TenantId,
+        /// Its connection.
+        connection: ConnectionId,
+        /// Its outbox.
+        outbox: mpsc::Sender<ToGateway>,
+    },
+    /// A gateway is gone.
+    Down(ConnectionId),
+    /// A gateway wants a request's entries from a cursor on.
+    Attach(ConnectionId, RequestId, u64),
+    /// A gateway wants no more of it.
+    Detach(ConnectionId, RequestId),
+    /// The client left.
+    Cancel(ConnectionId, RequestId),
+    /// A choice's text is complete.
+    Stop(ConnectionId, RequestId, u32),
+    /// The tenant was removed: its logs go.
+    Forget(TenantId),
+    /// What was counted so far.
+    Counters(oneshot::Sender<BTreeMap<TenantId, Counters>>),
+}
+
+/// What was counted of one tenant since the daemon started.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Counters {
+    /// Requests admitted.
+    pub admitted: u64,
+    /// Requests not admitted by the engine.
+    pub refused: u64,
+    /// Choices that ended, in the order of [`FinishReason::ALL`].
+    pub finished: [u64; 4],
+    /// Prompt tokens of ended requests.
+    pub prompt_tokens: u64,
+    /// Of those, found in the prefix cache.
+    pub cached_tokens: u64,
+    /// Tokens generated.
+    pub output_tokens: u64,
+}
+
+/// One request's log.
+struct Log {
+    tenant: TenantId,
+    model: ModelId,
+    key: Option<u32>,
+    context: Vec<u8>,
+    prompt_tokens: u32,
+    n: u32,
+    on_leave: OnLeave,
+    created: u64,
+    entries: Vec<Entry>,
+    reader: Reader,
+    ended: bool,
+}
+
+/// Who reads a log.
+#[derive(Clone, Copy)]
+enum Reader {
+    /// A gateway, which was sent `[0, sent)`.
+    Attached { connection: ConnectionId, sent: usize },
+    /// Nobody, since then.
+    None { since: Instant },
+}
+
+impl Log {
+    fn bytes(&self) -> usize {
+        size_of::<Self>() + self.context.capacity() + self.entries.capacity() * size_of::<Entry>()
+    }
+}
+
+struct Connection {
+    tenant: TenantId,
+    outbox: mpsc::Sender<ToGateway>,
+    /// Attached requests with entries that were not sent.
+    dirty: BTreeSet<RequestId>,
+}
+
+/// How long logs and orphans live.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// A finished request can be attached for this long.
+    pub retention: Duration,
+    /// A running request that nobody reads is cancelled after this long.
+    pub reattach_grace: Duration,
+}
+
+/// The delivery task's state.
+pub struct Hub {
+    limits: Limits,
+    engines: Vec<EngineHandle<Box<Ticket>>>,
+    logs: HashMap<RequestId, Log>,
+    connections: HashMap<ConnectionId, Connection>,
+    counters: BTreeMap<TenantId, Counters>,
+    /// Ends of requests, for each tenant's drain rate.
+    ends: HashMap<TenantId, VecDeque<Instant>>,
+    /// Finished requests, oldest first, with what they weigh.
+    finished: VecDeque<(Instant, RequestId, usize)>,
+    finished_bytes: usize,
+}
+
+impl Hub {
+    /// A hub for these engines, indexed by [`ModelId`].
+    pub fn new(limits: Limits, engines: Vec<EngineHandle<Box<Ticket>>>) -> Self {
+        Self {
+            limits,
+            engines,
+            logs: HashMap::new(),
+            connections: HashMap::new(),
+            counters: BTreeMap::new(),
+            ends: HashMap::new(),
+            finished: VecDeque::new(),
+            finished_bytes: 0,
+        }
+    }
+
+    /// Runs until every sender is gone.
+    pub async fn run(mut self, mut inbox: mpsc::Receiver<Message>) {
+        let mut housekeeping = tokio::time::interval(HOUSEKEEPING);
+        housekeeping.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut batch = Vec::new();
+        loop {
+            // An idle daemon does not wake up: time changes nothing where there is no log and no reader lags.
+            let lagging = self.connections.values().any(|connection| !connection.dirty.is_empty());
+            tokio::select! {
+                received = inbox.recv_many(&mut batch, 64) => {
+                    if received == 0 {
+                        return;
+                    }
+                    for message in batch.drain(..) {
+                        self.handle(message);
+                    }
+                    self.flush();
+                }
+                () = tokio::time::sleep(RETRY), if lagging => self.flush(),
+                _ = housekeeping.tick(), if !self.logs.is_empty() => self.expire(Instant::now()),
+            }
+        }
+    }
+
+    fn handle(&mut self, message: Message) {
+        match message {
+            Message::Admitted(request, ticket) => self.admitted(request, *ticket),
+            Message::Refused(ticket, error) => self.refused(&ticket, error),
+            Message::Step(record) => self.record(record),
+            Message::Up { tenant, connection, outbox } => {
+                self.connections.insert(connection, Connection { tenant, outbox, dirty: BTreeSet::new() });
+            }
+            Message::Down(connection) => self.down(connection),
+            Message::Attach(connection, request, from) => self.attach(connection, request, from),
+            Message::Detach(connection, request) => {
+                if let Some(log) = self.read_by(connection, request) {
+                    log.reader = Reader::None { since: Instant::now() };
+                }
+                if let Some(connection) = self.connections.get_mut(&connection) {
+                    connection.dirty.remove(&request);
+                }
+            }
+            Message::Cancel(connection, request) => {
+                self.command(connection, request, Command::Cancel(request))
+            }
+            Message::Stop(connection, request, choice) => {
+                let reason = FinishReason::Stop;
+                self.command(connection, request, Command::FinishChoice { request, choice, reason });
+            }
+            Message::Forget(tenant) => {
+                self.logs.retain(|_, log| log.tenant != tenant);
+                self.counters.remove(&tenant);
+                self.ends.remove(&tenant);
+            }
+            // A scraper that went away does not want its answer.
+            Message::Counters(answer) => drop(answer.send(self.counters.clone())),
+        }
+    }
+
+    /// The log of a request, if this connection's tenant made it.
+    fn read_by(&mut self, connection: ConnectionId, request: RequestId) -> Option<&mut Log> {
+        let tenant = self.connections.get(&connection)?.tenant;
+        self.logs.get_mut(&request).filter(|log| log.tenant == tenant)
+    }
+
+    fn admitted(&mut self, request: RequestId, ticket: Ticket) {
+        self.counters.entry(ticket.tenant).or_default().admitted += 1;
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let log = Log {
+            tenant: ticket.tenant,
+            model: ticket.model,
+            key: ticket.key,
+            context: ticket.context,
+            prompt_tokens: ticket.prompt_tokens,
+            n: ticket.n,
+            on_leave: ticket.on_leave,
+            created,
+            entries: Vec::new(),
+            reader: Reader::None { since: Instant::now() },
+            ended: false,
+        };
+        self.logs.insert(request, log);
+        self.send(ticket.connection, ToGateway::Accepted { ticket: ticket.number, request: request.0 });
+    }
+
+    fn refused(&mut self, ticket: &Ticket, error: AdmitError) {
+        self.counters.entry(ticket.tenant).or_default().refused += 1;
+        let refusal = match error {
+            AdmitError::ContextLength { prompt, max_model_len } => {
+                Refusal::ContextLength { prompt: prompt.0, max_tokens: 1, limit: max_model_len.0 }
+            }
+            AdmitError::NeverFits { needed, allowed } => {
+                Refusal::NeverFits { needed: needed.0, allowed: allowed.0, block_size: ticket.block_size }
+            }
+            AdmitError::QueueFull { waiting } => {
+                Refusal::QueueFull { waiting, retry_after: self.retry_after(ticket.tenant, waiting) }
+            }
+            // The model's pool has a size, and the tenant's share is on its way into it.
+            AdmitError::UnknownTenant(_) => Refusal::Closed(Closed::Loading),
+            AdmitError::Nothing { field } => {
+                Refusal::Invalid { param: field.to_owned(), message: format!("{field} must be at least 1") }
+            }
+            AdmitError::Duplicate(request) => {
+                // 128 random bits came twice.
+                Refusal::Invalid { param: "request".to_owned(), message: format!("request {request} exists") }
+            }
+        };
+        self.send(ticket.connection, ToGateway::Refused { ticket: ticket.number, refusal });
+    }
+
+    /// Seconds until the queue will have moved on by one, from the tenant's last ends.
+    fn retry_after(&self, tenant: TenantId, waiting: u32) -> u32 {
+        let Some(ends) = self.ends.get(&tenant).filter(|ends| ends.len() > 1) else { return 1 };
+        let span = ends.front().map_or(0.0, |first| first.elapsed().as_secs_f64());
+        let per_second = ends.len() as f64 / span.max(0.001);
+        // The whole queue need not drain: a place is free once a tenth of it has.
+        (f64::from(waiting.div_ceil(10)) / per_second).ceil().clamp(1.0, 60.0) as u32
+    }
+
+    fn record(&mut self, record: StepRecord) {
+        for token in record.tokens {
+            let Some(log) = self.logs.get_mut(&token.request) else { continue };
+            log.entries.push(Entry::Token { choice: token.choice, token: token.token.0 });
+            self.counters.entry(token.tenant).or_default().output_tokens += 1;
+            self.mark(token.request);
+        }
+        for finished in record.finished {
+            let counters = self.counters.entry(finished.tenant).or_default();
+            if let Some(i) = FinishReason::ALL.iter().position(|reason| *reason == finished.reason) {
+                counters.finished[i] += 1;
+            }
+            let Some(log) = self.logs.get_mut(&finished.request) else { continue };
+            log.entries.push(Entry::Finish { choice: finished.choice, reason: finished.reason.into() });
+            if let Some(ended) = finished.ended {
+                counters.prompt_tokens += u64::from(ended.prompt_tokens.0);
+                counters.cached_tokens += u64::from(ended.cached_tokens.0);
+                log.entries.push(Entry::End { cached_tokens: ended.cached_tokens.0 });
+                log.entries.shrink_to_fit();
+                log.ended = true;
+                let (bytes, now) = (log.bytes(), Instant::now());
+                self.finished.push_back((now, finished.request, bytes));
+                self.finished_bytes += bytes;
+                let ends = self.ends.entry(finished.tenant).or_default();
+                if ends.len() == RATE_WINDOW {
+                    ends.pop_front();
+                }
+                ends.push_back(now);
+            }
+            self.mark(finished.request);
+        }
+    }
+
+    /// The request has entries for its reader.
+    fn mark(&mut self, request: RequestId) {
+        if let Some(Log { reader: Reader::Attached { connection, .. }, .. }) = self.logs.get(&request)
+            && let Some(connection) = self.connections.get_mut(connection)
+        {
+            connection.dirty.insert(request);
+        }
+    }
+
+    fn attach(&mut self, connection: ConnectionId, request: RequestId, from: u64) {
+        let Some(log) = self.read_by(connection, request) else {
+            self.send(connection, ToGateway::NotFound { request: request.0 });
+            return;
+        };
+        log.reader = Reader::Attached { connection, sent: from as usize };
+        let attached = ToGateway::Attached {
+            request: request.0,
+            key: log.key,
+            context: log.context.clone(),
+            prompt_tokens: log.prompt_tokens,
+            created: log.created,
+            n: log.n,
+            entries: log.entries.len() as u64,
+        };
+        self.send(connection, attached);
+        self.mark(request);
+    }
+
+    fn down(&mut self, connection: ConnectionId) {
+        self.connections.remove(&connection);
+        let now = Instant::now();
+        for log in self.logs.values_mut() {
+            if matches!(log.reader, Reader::Attached { connection: reader, .. } if reader == connection) {
+                log.reader = Reader::None { since: now };
+            }
+        }
+    }
+
+    /// Passes a gateway's wish on to the engine of its own request.
+    fn command(&mut self, connection: ConnectionId, request: RequestId, command: Command<Box<Ticket>>) {
+        let Some(log) = self.read_by(connection, request) else { return };
+        if log.ended {
+            return;
+        }
+        let model = log.model;
+        self.tell_engine(model, request, command);
+    }
+
+    fn tell_engine(&mut self, model: ModelId, request: RequestId, command: Command<Box<Ticket>>) {
+        let Some(engine) = self.engines.get(usize::from(model.0)) else { return };
+        if engine.send(command).is_err() {
+            // The engine is behind. An orphan is cancelled by the next tick that finds room.
+            debug!(%request, "the engine's inbox is full; a cancel waits");
+            if let Some(log) = self.logs.get_mut(&request) {
+                let overdue = Instant::now().checked_sub(self.limits.reattach_grace);
+                log.reader = Reader::None { since: overdue.unwrap_or_else(Instant::now) };
+            }
+        }
+    }
+
+    /// A frame that answers a question. There is room for one per question a gateway may have open; a gateway that leaves no
+    /// room has stopped reading, and is cut off.
+    fn send(&mut self, connection: ConnectionId, frame: ToGateway) {
+        let Some(Connection { outbox, tenant, .. }) = self.connections.get(&connection) else { return };
+        if outbox.try_send(frame).is_err() {
+            warn!(%tenant, "a gateway does not read its answers; it is cut off");
+            self.down(connection);
+        }
+    }
+
+    /// Sends every reader what it lacks, as far as outboxes take it.
+    fn flush(&mut self) {
+        for (id, connection) in &mut self.connections {
+            while !connection.dirty.is_empty() {
+                let Ok(permit) = connection.outbox.try_reserve() else { break };
+                let mut room = FRAME_ENTRIES;
+                let mut deliveries = Vec::new();
+                while room > 0
+                    && let Some(request) = connection.dirty.pop_first()
+                {
+                    let Some(log) = self.logs.get_mut(&request) else { continue };
+                    let Reader::Attached { connection: reader, sent } = &mut log.reader else { continue };
+                    if reader != id {
+                        continue;
+                    }
+                    let from = (*sent).min(log.entries.len());
+                    let to = log.entries.len().min(from + room);
+                    if from == to {
+                        continue;
+                    }
+                    room -= to - from;
+                    *sent = to;
+                    if to < log.entries.len() {
+                        connection.dirty.insert(request);
+                    }
+                    let entries = log.entries[from..to].to_vec();
+                    deliveries.push(Delivery { request: request.0, from: from as u64, entries });
+                }
+                if deliveries.is_empty() {
+                    break;
+                }
+                permit.send(ToGateway::Entries(deliveries));
+            }
+        }
+    }
+
+    /// Drops logs past their retention, and cancels what nobody reads any more.
+    fn expire(&mut self, now: Instant) {
+        while let Some((at, request, bytes)) = self.finished.front() {
+            if now.duration_since(*at) < self.limits.retention && self.finished_bytes <= FINISHED_BYTES {
+                break;
+            }
+            self.finished_bytes -= bytes;
+            self.logs.remove(request);
+            self.finished.pop_front();
+        }
+        let grace = self.limits.reattach_grace;
+        let orphans: Vec<(ModelId, RequestId)> = self
+            .logs
+            .iter()
+            .filter(|(_, log)| !log.ended && log.on_leave == OnLeave::Cancel)
+            .filter(
+                |(_, log)| matches!(log.reader, Reader::None { since } if now.duration_since(since) >= grace),
+            )
+            .map(|(request, log)| (log.model, *request))
+            .collect();
+        for (model, request) in orphans {
+            self.tell_engine(model, request, Command::Cancel(request));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,358 @@
+//! Metrics in OpenMetrics text, from the numbers that others watch and count.
+//!
+//! **Owns** names and labels; **never** counts itself. Tenants are a closed set, so their label is bounded. A tenant's own port
+//! shows only its own numbers: its share of the pool is the whole pool there.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use pagedd_core::{Blocks, FinishReason, TenantId};
+use pagedd_engine::EngineStats;
+use pagedd_sched::TenantStats;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Registry;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::daemon::Facts;
+use crate::hub::{Counters, Message};
+use crate::model::Model;
+use crate::tenants::Tenant;
+use crate::worker::ModelState;
+
+/// Renders metrics. Cloneable; the numbers are where they always are.
+#[derive(Clone)]
+pub struct Exporter {
+    hub: mpsc::Sender<Message>,
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+/// One metric family. Names of counters are without `_total`, which the encoding adds.
+#[derive(Debug)]
+struct Family {
+    name: &'static str,
+    help: &'static str,
+    kind: MetricType,
+    samples: Vec<(Labels, f64)>,
+}
+
+/// Families in the order of their first sample.
+#[derive(Debug, Default)]
+struct Families(Vec<Family>);
+
+impl Families {
+    fn add(&mut self, kind: MetricType, name: &'static str, help: &'static str, labels: &Labels, value: f64) {
+        let sample = (labels.clone(), value);
+        match self.0.iter_mut().find(|family| family.name == name) {
+            Some(family) => family.samples.push(sample),
+            None => self.0.push(Family { name, help, kind, samples: vec![sample] }),
+        }
+    }
+
+    fn gauge(&mut self, name: &'static str, help: &'static str, labels: &Labels, value: impl Into<f64>) {
+        self.add(MetricType::Gauge, name, help, labels, value.into());
+    }
+
+    fn counter(&mut self, name: &'static str, help: &'static str, labels: &Labels, value: u64) {
+        self.add(MetricType::Counter, name, help, labels, value as f64);
+    }
+
+    fn render(self) -> String {
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(self));
+        let mut text = String::new();
+        // Writing into a string does not fail.
+        drop(text::encode(&mut text, &registry));
+        text
+    }
+}
+
+impl Collector for Families {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        for family in &self.0 {
+            let mut metric = encoder.encode_descriptor(family.name, family.help, None, family.kind)?;
+            for (labels, value) in &family.samples {
+                let labels: Vec<(&str, &str)> =
+                    labels.iter().map(|(name, value)| (*name, value.as_str())).collect();
+                let sample = metric.encode_family(&labels)?;
+                match family.kind {
+                    MetricType::Counter => ConstCounter::new(*value).encode(sample)?,
+                    _ => ConstGauge::new(*value).encode(sample)?,
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Pool and batch as one reader may see them.
+struct View {
+    held: u32,
+    cached: u32,
+    capacity: u32,
+    running: u32,
+    waiting: u32,
+}
+
+impl View {
+    fn utilization(&self) -> f64 {
+        if self.capacity == 0 { 0.0 } else { f64::from(self.held) / f64::from(self.capacity) }
+    }
+}
+
+impl Exporter {
+    /// An exporter that asks this hub for counters.
+    pub fn new(hub: mpsc::Sender<Message>) -> Self {
+        Self { hub }
+    }
+
+    async fn counters(&self) -> BTreeMap<TenantId, Counters> {
+        let (sender, answer) = oneshot::channel();
+        if self.hub.send(Message::Counters(sender)).await.is_err() {
+            return BTreeMap::new();
+        }
+        answer.await.unwrap_or_default()
+    }
+
+    /// What a tenant's own port shows.
+    pub async fn tenant(&self, id: TenantId, name: &str, model: &Model) -> String {
+        let counters = self.counters().await.remove(&id).unwrap_or_default();
+        let stats = model.stats.borrow().clone();
+        let numbers = stats.scheduler.tenant(id).copied().unwrap_or_else(|| nothing(id));
+        let view = View {
+            held: numbers.held.0,
+            cached: numbers.cached.0,
+            capacity: numbers.ceiling.0,
+            running: numbers.running,
+            waiting: numbers.waiting,
+        };
+        let mut families = Families::default();
+        pool(&mut families, model, &view);
+        tenant(&mut families, name, model, &numbers, &counters);
+        vllm(&mut families, model, &view, std::iter::once((&numbers, &counters)));
+        families.render()
+    }
+
+    /// What the operator sees: everything.
+    pub async fn all(
+        &self,
+        models: &[Arc<Model>],
+        tenants: &BTreeMap<String, Tenant>,
+        facts: &Facts,
+    ) -> String {
+        let counters = self.counters().await;
+        let mut families = Families::default();
+        let none = Labels::new();
+        families.gauge(
+            "pagedd_uptime_seconds",
+            "Seconds since the daemon started.",
+            &none,
+            facts.start.elapsed().as_secs_f64(),
+        );
+        families.gauge("pagedd_durable", "Whether accepted requests survive the daemon.", &none, 0);
+        let full = matches!(facts.walls, pagedd_control::Walls::Full);
+        families.gauge(
+            "pagedd_walls_full",
+            "Whether limits between tenants are enforced by the kernel.",
+            &none,
+            u8::from(full),
+        );
+        for model in models {
+            let stats = model.stats.borrow().clone();
+            let view = View {
+                held: stats.scheduler.pool.held.0,
+                cached: stats.scheduler.pool.cached.0,
+                capacity: stats.scheduler.pool.capacity.0,
+                running: stats.scheduler.running(),
+                waiting: stats.scheduler.waiting(),
+            };
+            pool(&mut families, model, &view);
+            engine(&mut families, model, &stats);
+            let mut numbers = Vec::new();
+            for owner in tenants.values().filter(|tenant| tenant.model.id == model.id) {
+                let of = stats.scheduler.tenant(owner.id()).copied().unwrap_or_else(|| nothing(owner.id()));
+                let counted = counters.get(&owner.id()).cloned().unwrap_or_default();
+                tenant(&mut families, &owner.record.name, model, &of, &counted);
+                numbers.push((of, counted));
+            }
+            vllm(&mut families, model, &view, numbers.iter().map(|(of, counted)| (of, counted)));
+        }
+        families.render()
+    }
+}
+
+/// Numbers of a tenant that the engine does not know yet.
+fn nothing(tenant: TenantId) -> TenantStats {
+    TenantStats {
+        tenant,
+        running: 0,
+        waiting: 0,
+        queued_requests: 0,
+        held: Blocks::ZERO,
+        cached: Blocks::ZERO,
+        floor: Blocks::ZERO,
+        ceiling: Blocks::ZERO,
+        share_pending: false,
+        preemptions: 0,
+        prefix_query_tokens: 0,
+        prefix_hit_tokens: 0,
+        aborted: 0,
+        output_tokens: 0,
+    }
+}
+
+fn device(model: &Model) -> Labels {
+    vec![("device", model.config.device.to_string()), ("model", model.name.clone())]
+}
+
+fn pool(families: &mut Families, model: &Model, view: &View) {
+    let labels = device(model);
+    families.gauge(
+        "kv_cache_utilization",
+        "Held KV blocks over all that may be held, from 0 to 1.",
+        &labels,
+        view.utilization(),
+    );
+    families.gauge("blocks_used", "KV blocks that sequences hold.", &labels, view.held);
+    families.gauge(
+        "blocks_free",
+        "KV blocks that sequences may still take, cached ones included.",
+        &labels,
+        view.capacity.saturating_sub(view.held),
+    );
+    families.gauge(
+        "pagedd_blocks_cached",
+        "KV blocks that are cached and unreferenced.",
+        &labels,
+        view.cached,
+    );
+    families.gauge("scheduler_running_requests", "Sequences in the running batch.", &labels, view.running);
+    families.gauge("pagedd_scheduler_waiting_requests", "Sequences that wait.", &labels, view.waiting);
+}
+
+fn engine(families: &mut Families, model: &Model, stats: &EngineStats) {
+    let labels = device(model);
+    let state = model.state.borrow();
+    let ready = matches!(*state, ModelState::Ready(_));
+    families.gauge("pagedd_model_ready", "Whether a worker takes plans.", &labels, u8::from(ready));
+    families.counter("pagedd_steps", "Completed steps.", &labels, stats.steps);
+    families.counter("pagedd_computed_tokens", "Input tokens computed.", &labels, stats.computed_tokens);
+    families.counter("pagedd_compute_microseconds", "Compute time of all steps.", &labels, stats.compute_us);
+    families.counter("pagedd_workers_lost", "Workers that died or hung.", &labels, stats.workers_lost);
+    let age = model.last_step_age(stats).map_or(f64::NAN, |age| age.as_secs_f64());
+    families.gauge(
+        "pagedd_last_step_age_seconds",
+        "Since the last completed step; NaN before the first.",
+        &labels,
+        age,
+    );
+}
+
+fn tenant(families: &mut Families, name: &str, model: &Model, numbers: &TenantStats, counters: &Counters) {
+    let labels: Labels = vec![("tenant", name.to_owned()), ("model", model.name.clone())];
+    let gauges = [
+        ("pagedd_tenant_blocks_held", "KV blocks that the tenant's sequences hold.", numbers.held.0),
+        ("pagedd_tenant_blocks_cached", "The tenant's cached and unreferenced KV blocks.", numbers.cached.0),
+        ("pagedd_tenant_blocks_floor", "KV blocks guaranteed to the tenant.", numbers.floor.0),
+        ("pagedd_tenant_blocks_ceiling", "KV blocks the tenant may hold at most.", numbers.ceiling.0),
+        ("pagedd_tenant_running", "The tenant's sequences in the running batch.", numbers.running),
+        ("pagedd_tenant_waiting", "The tenant's sequences that wait.", numbers.waiting),
+    ];
+    for (name, help, value) in gauges {
+        families.gauge(name, help, &labels, value);
+    }
+    let counts = [
+        ("pagedd_requests_admitted", "Requests admitted.", counters.admitted),
+        ("pagedd_requests_refused", "Requests the engine refused.", counters.refused),
+        ("pagedd_prompt_tokens", "Prompt tokens of ended requests.", counters.prompt_tokens),
+        (
+            "pagedd_prompt_tokens_cached",
+            "Prompt tokens of ended requests found in the prefix cache.",
+            counters.cached_tokens,
+        ),
+        ("pagedd_output_tokens", "Tokens generated.", counters.output_tokens),
+        ("pagedd_preemptions", "Sequences preempted.", numbers.preemptions),
+        ("pagedd_aborted", "Requests cancelled before their end.", numbers.aborted),
+        (
+            "pagedd_prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            numbers.prefix_query_tokens,
+        ),
+        ("pagedd_prefix_cache_hits", "Prompt tokens found in the prefix cache.", numbers.prefix_hit_tokens),
+    ];
+    for (name, help, value) in counts {
+        families.counter(name, help, &labels, value);
+    }
+    for (reason, count) in FinishReason::ALL.iter().zip(counters.finished) {
+        let mut labels = labels.clone();
+        labels.push(("reason", reason.to_string()));
+        families.counter("pagedd_choices_finished", "Choices that ended, by reason.", &labels, count);
+    }
+}
+
+/// vLLM's names, current and former, for routers and dashboards made for it.
+fn vllm<'a>(
+    families: &mut Families,
+    model: &Model,
+    view: &View,
+    tenants: impl Iterator<Item = (&'a TenantStats, &'a Counters)>,
+) {
+    let labels: Labels = vec![("model_name", model.name.clone())];
+    let (mut sums, mut finished) = ([0; 5], [0; 4]);
+    for (numbers, counters) in tenants {
+        let add = [
+            counters.prompt_tokens,
+            counters.output_tokens,
+            numbers.prefix_query_tokens,
+            numbers.prefix_hit_tokens,
+            numbers.preemptions,
+        ];
+        sums.iter_mut().zip(add).for_each(|(sum, add)| *sum += add);
+        finished.iter_mut().zip(counters.finished).for_each(|(sum, add)| *sum += add);
+    }
+    families.gauge("vllm:num_requests_running", "Sequences in the running batch.", &labels, view.running);
+    families.gauge("vllm:num_requests_waiting", "Sequences that wait.", &labels, view.waiting);
+    for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
+        families.gauge(
+            name,
+            "Held KV blocks over all that may be held, from 0 to 1.",
+            &labels,
+            view.utilization(),
+        );
+    }
+    let hit_rate = if sums[2] == 0 { 0.0 } else { sums[3] as f64 / sums[2] as f64 };
+    families.gauge("vllm:gpu_prefix_cache_hit_rate", "Prefix cache hits over queries.", &labels, hit_rate);
+    let names: [&[&'static str]; 5] = [
+        &["vllm:prompt_tokens"],
+        &["vllm:generation_tokens"],
+        &["vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"],
+        &["vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"],
+        &["vllm:num_preemptions"],
+    ];
+    let help = [
+        "Prompt tokens.",
+        "Tokens generated.",
+        "Prompt tokens looked up.",
+        "Prompt tokens found.",
+        "Preemptions.",
+    ];
+    for ((names, help), sum) in names.iter().zip(help).zip(sums) {
+        for name in *names {
+            families.counter(name, help, &labels, sum);
+        }
+    }
+    for (reason, count) in FinishReason::ALL.iter().zip(finished) {
+        let mut labels = labels.clone();
+        labels.push(("finished_reason", reason.to_string()));
+        families.counter("vllm:request_success", "Choices that ended, by reason.", &labels, count);
+    }
+    let mut labels = labels;
+    labels.push(("block_size", model.config.block_size.to_string()));
+    labels.push(("num_gpu_blocks", view.capacity.to_string()));
+    families.gauge("vllm:cache_config_info", "The KV pool, as labels.", &labels, 1);
+}

@@ -1,0 +1,201 @@
+//! A model: its engine's thread, its worker, its template process.
+//!
+//! **Owns** the thread on which worker start, scheduler and step loop live one after the other. **Never** shares them: what
+//! others may know comes through two watched values.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use pagedd_config::Model as Settings;
+use pagedd_core::{Blocks, ModelId, RequestId, Tokens};
+use pagedd_engine::{
+    Engine, EngineConfig, EngineHandle, EngineStats, Inbox, Journal, Observer, StepRecord, inbox,
+};
+use pagedd_host::fdstore::FdStore;
+use pagedd_sched::{AdmitError, PolicyKind, Scheduler, SchedulerConfig};
+use pagedd_wire::worker::ModelInfo;
+use tokio::sync::{mpsc, watch};
+use tracing::{error, info};
+
+use crate::hub::{Message, Ticket};
+use crate::settings;
+use crate::template::{TemplateHandle, TemplateSpec};
+use crate::worker::{ModelState, WorkerProcess, WorkerSpec};
+
+/// Commands that may wait for an engine: a step's worth of submissions and cancels.
+const INBOX: usize = 4096;
+
+/// A model as everyone but its engine sees it.
+pub struct Model {
+    /// Its position in the configuration.
+    pub id: ModelId,
+    /// Its name.
+    pub name: String,
+    /// Its file or directory.
+    pub path: PathBuf,
+    /// Its settings.
+    pub config: Settings,
+    /// Most output tokens where a chat request names none.
+    pub default_max_tokens: Option<u32>,
+    /// Unix seconds of the daemon's start.
+    pub since: u64,
+    /// The way into its engine.
+    pub engine: EngineHandle<Box<Ticket>>,
+    /// How it stands.
+    pub state: watch::Receiver<ModelState>,
+    /// Its numbers.
+    pub stats: watch::Receiver<EngineStats>,
+    /// Forks its gateways.
+    pub template: TemplateHandle,
+    /// Zero of its engine's clock.
+    start: Instant,
+}
+
+/// What all models share.
+pub struct Surroundings {
+    /// Directory of `pagedd-worker` and `pagedd-gateway`.
+    pub programs: PathBuf,
+    /// Arenas of an earlier daemon.
+    pub store: Arc<FdStore>,
+    /// Keys the prefix hash; of this installation.
+    pub cache_key: [u8; 32],
+    /// Log filter for children.
+    pub log: String,
+}
+
+/// Starts a model's thread. It loads at once.
+pub fn start(
+    id: ModelId,
+    config: &Settings,
+    around: &Surroundings,
+    hub: mpsc::Sender<Message>,
+) -> io::Result<(Arc<Model>, thread::JoinHandle<()>)> {
+    let name = config.name.to_string();
+    let (engine, commands) = inbox(INBOX);
+    let (state_sender, state) = watch::channel(ModelState::Loading { permille: 0 });
+    let (stats_sender, stats) = watch::channel(EngineStats::default());
+    let template = TemplateHandle::start(TemplateSpec {
+        model: name.clone(),
+        program: around.programs.join("pagedd-gateway"),
+        path: config.path.display().to_string(),
+        log: around.log.clone(),
+    })?;
+    let start = Instant::now();
+    let worker = WorkerProcess::new(
+        WorkerSpec {
+            model: name.clone(),
+            program: around.programs.join("pagedd-worker"),
+            hello: settings::hello(config),
+            log: around.log.clone(),
+        },
+        around.store.clone(),
+        state_sender,
+    );
+    let model = Arc::new(Model {
+        id,
+        name: name.clone(),
+        path: config.path.clone(),
+        config: config.clone(),
+        default_max_tokens: config.default_max_tokens.map(|tokens| tokens.0),
+        since: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
+        engine,
+        state,
+        stats,
+        template,
+        start,
+    });
+    let (config, cache_key) = (config.clone(), around.cache_key);
+    let thread = thread::Builder::new().name(format!("engine-{name}")).spawn(move || {
+        run(worker, &config, cache_key, commands, HubJournal { hub }, StatsObserver(stats_sender), start);
+    })?;
+    Ok((model, thread))
+}
+
+/// The engine's thread.
+fn run(
+    mut worker: WorkerProcess,
+    config: &Settings,
+    cache_key: [u8; 32],
+    commands: Inbox<Box<Ticket>>,
+    journal: HubJournal,
+    observer: StatsObserver,
+    start: Instant,
+) {
+    let info = match worker.start() {
+        Ok(info) => info,
+        Err(exhausted) => {
+            error!(model = config.name.as_str(), error = exhausted.reason, "model cannot be loaded");
+            return;
+        }
+    };
+    let scheduler = Scheduler::new(scheduler_config(config, &info, cache_key));
+    info!(model = config.name.as_str(), blocks = info.blocks, block_size = info.block_size, "engine runs");
+    let engine = Engine::new(EngineConfig::default(), commands, scheduler, worker, journal, observer, start);
+    match engine.run() {
+        Ok(()) => info!(model = config.name.as_str(), "engine ended"),
+        Err(exhausted) => {
+            error!(model = config.name.as_str(), error = exhausted.reason, "engine ended without a worker")
+        }
+    }
+}
+
+fn scheduler_config(config: &Settings, info: &ModelInfo, cache_key: [u8; 32]) -> SchedulerConfig {
+    SchedulerConfig {
+        block_size: Tokens(info.block_size),
+        capacity: Blocks(info.blocks),
+        max_num_seqs: config.max_num_seqs,
+        max_num_batched_tokens: config.max_num_batched_tokens,
+        max_model_len: Tokens(info.max_model_len),
+        max_queued_requests: config.max_queued_requests,
+        policy: PolicyKind::Fcfs,
+        cache_key,
+        weight_digest: info.digest,
+        prefix_cache: config.prefix_cache,
+    }
+}
+
+impl Model {
+    /// How long ago the last step completed.
+    pub fn last_step_age(&self, stats: &EngineStats) -> Option<Duration> {
+        stats.last_step_us.map(|at| self.start.elapsed().saturating_sub(Duration::from_micros(at)))
+    }
+}
+
+/// The journal's in-memory form (`durable: no`): records become visible in commit order, and last as long as the daemon.
+struct HubJournal {
+    hub: mpsc::Sender<Message>,
+}
+
+impl HubJournal {
+    fn tell(&self, message: Message) {
+        // The hub ends only with the daemon.
+        drop(self.hub.blocking_send(message));
+    }
+}
+
+impl Journal for HubJournal {
+    type Ticket = Box<Ticket>;
+
+    fn admitted(&mut self, request: RequestId, ticket: Box<Ticket>) {
+        self.tell(Message::Admitted(request, ticket));
+    }
+
+    fn refused(&mut self, ticket: Box<Ticket>, error: AdmitError) {
+        self.tell(Message::Refused(ticket, error));
+    }
+
+    fn commit(&mut self, record: StepRecord) {
+        self.tell(Message::Step(record));
+    }
+}
+
+struct StatsObserver(watch::Sender<EngineStats>);
+
+impl Observer for StatsObserver {
+    fn observe(&mut self, stats: EngineStats) {
+        self.0.send_replace(stats);
+    }
+}

@@ -1,0 +1,374 @@
+//! From the command line to a running daemon, and its end.
+//!
+//! The order of a start: configuration → keeper (without systemd) → lock → control.db → ports → models → admin socket. What can
+//! fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use std::{fmt, fs};
+
+use anyhow::Context;
+use clap::Parser;
+use pagedd_config::{ComputeDtype, Config, ConfigError, KvDtype, LogFormat, Overrides};
+use pagedd_control::{Supervisor, Walls};
+use pagedd_core::ModelId;
+use pagedd_engine::Command as EngineCommand;
+use pagedd_host::fdstore::FdStore;
+use pagedd_host::identity::Identities;
+use pagedd_host::lock::StateLock;
+use pagedd_host::notify;
+use pagedd_host::{exit, keeper};
+use pagedd_journal::{ControlDb, DbError};
+use tokio::io::AsyncReadExt;
+use tokio::net::unix::pipe;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, oneshot};
+use tracing::{error, info, warn};
+use tracing_subscriber::EnvFilter;
+
+use crate::admin::AdminSocket;
+use crate::daemon::{Daemon, Db, Event, Facts, watch_model};
+use crate::gateway::GatewayLimits;
+use crate::hub::{self, Hub};
+use crate::metrics::Exporter;
+use crate::model::{self, Model, Surroundings};
+use crate::tenants::{ShareAmounts, TenantShop};
+
+/// Longest wait for running requests once the daemon is told to end.
+const DRAIN: Duration = Duration::from_secs(10);
+/// Longest wait for engines and gateways to end.
+const END: Duration = Duration::from_secs(10);
+
+const AFTER_HELP: &str = "\
+Exit codes:
+  0   ended by SIGTERM or SIGINT
+  1   failed while running; the log says why, and a supervisor may start it again
+  2   wrong usage
+  69  a tenant's port is in use
+  71  the host refused something: a socket, a process
+  73  the state directory or control.db cannot be used, or another pagedd uses it
+  78  the configuration is wrong; nothing was started";
+
+/// Serves large language models to many tenants, each on its own port.
+#[derive(Parser, Debug)]
+#[command(name = "pagedd", version, about, after_help = AFTER_HELP)]
+struct Cli {
+    /// Configuration file [default: /etc/pagedd/pagedd.yaml if it exists]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Where databases, sockets and locks are; overrides the configuration
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
+    /// Arithmetic of every model; overrides the configuration. `f32` computes in float32 throughout
+    #[arg(long, value_name = "auto|f32", value_parser = dtype)]
+    dtype: Option<ComputeDtype>,
+}
+
+fn dtype(text: &str) -> Result<ComputeDtype, String> {
+    match text {
+        "auto" => Ok(ComputeDtype::Auto),
+        "f32" => Ok(ComputeDtype::F32),
+        _ => Err("use `auto` or `f32`".to_owned()),
+    }
+}
+
+/// A failed start: its exit code (documented in `--help`), and one line.
+struct Failure {
+    exit: u8,
+    message: String,
+}
+
+/// Exit code of a failure that a restart may mend.
+const FAILED: u8 = 1;
+
+impl Failure {
+    fn new(exit: u8, message: impl fmt::Display) -> Self {
+        Self { exit, message: format!("{message}") }
+    }
+}
+
+impl From<anyhow::Error> for Failure {
+    fn from(error: anyhow::Error) -> Self {
+        Self::new(FAILED, format!("{error:#}"))
+    }
+}
+
+impl From<ConfigError> for Failure {
+    fn from(error: ConfigError) -> Self {
+        Self::new(exit::CONFIG, error)
+    }
+}
+
+/// The program.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let config = match load(&cli) {
+        Ok(config) => config,
+        Err(failure) => return fail(&failure),
+    };
+    if !notify::has_manager() {
+        // Without systemd a keeper holds the fds and starts the daemon again; it is this same program.
+        start_log(&config);
+        return match std::env::current_exe() {
+            Ok(path) => keeper::run(keeper::Program { path, args: std::env::args_os().skip(1).collect() }),
+            Err(e) => fail(&Failure::new(exit::OS, format!("the program's own path is unknown: {e}"))),
+        };
+    }
+    match run(config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => fail(&failure),
+    }
+}
+
+fn fail(failure: &Failure) -> ExitCode {
+    eprintln!("pagedd: error: {}", failure.message);
+    ExitCode::from(failure.exit)
+}
+
+fn load(cli: &Cli) -> Result<Config, Failure> {
+    let default = Path::new(pagedd_config::DEFAULT_FILE);
+    let file = cli.config.as_deref().or_else(|| default.exists().then_some(default));
+    let mut config = Config::load_with(file, &Overrides { state_dir: cli.state_dir.clone() })?;
+    config.require_models()?;
+    if let Some(dtype) = cli.dtype {
+        for model in &mut config.models {
+            model.dtype = dtype;
+            if dtype == ComputeDtype::F32 {
+                model.kv_dtype = KvDtype::F32;
+            }
+        }
+    }
+    Ok(config)
+}
+
+fn run(config: Config) -> Result<(), Failure> {
+    start_log(&config);
+    let start = Instant::now();
+    let store = Arc::new(FdStore::from_env());
+    make_state_dir(&config.state_dir)?;
+    let lock = StateLock::acquire(&config.state_dir).map_err(|e| Failure::new(exit::STATE_DIR, e))?;
+    let db = ControlDb::open(&config.state_dir).map_err(|e| state_failure(&e))?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(4)
+        .thread_name("pagedd-io")
+        .build()
+        .context("runtime")?;
+    let result = runtime.block_on(serve(config, db, store, start));
+    // Engines that did not end in time are not waited for: their workers end with our sockets.
+    runtime.shutdown_background();
+    drop(lock);
+    result
+}
+
+fn state_failure(error: &DbError) -> Failure {
+    Failure::new(exit::STATE_DIR, error)
+}
+
+fn start_log(config: &Config) {
+    let filter = EnvFilter::try_new(config.log.level.to_string()).unwrap_or_else(|_| EnvFilter::new("info"));
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match config.log.format {
+        LogFormat::Text => builder.with_target(false).init(),
+        LogFormat::Json => builder.json().init(),
+    }
+}
+
+fn make_state_dir(dir: &Path) -> Result<(), Failure> {
+    let failed = |e: std::io::Error| {
+        Failure::new(
+            exit::STATE_DIR,
+            format!("state directory {}: {e}; name another with --state-dir", dir.display()),
+        )
+    };
+    fs::create_dir_all(dir).map_err(failed)?;
+    // Keys' digests and sockets are in it.
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o750)).map_err(failed)
+}
+
+/// Directory of the programs that belong to this one.
+fn programs() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("the program's own path")?;
+    let dir = own.parent().context("the program's own directory")?.to_owned();
+    for program in ["pagedd-worker", "pagedd-gateway"] {
+        anyhow::ensure!(
+            dir.join(program).is_file(),
+            "{} is missing: it is installed beside pagedd",
+            dir.join(program).display()
+        );
+    }
+    Ok(dir)
+}
+
+async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instant) -> Result<(), Failure> {
+    let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
+    let lifeline = keeper::lifeline();
+    let kept = lifeline.is_some();
+    let walls = match pagedd_host::walls::detect() {
+        pagedd_host::walls::Walls::Full(_) => {
+            Walls::Reduced { reason: "cgroup limits are not applied yet".to_owned() }
+        }
+        pagedd_host::walls::Walls::Reduced(reason) => Walls::Reduced { reason: reason.to_string() },
+    };
+    let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
+    let exporter = Exporter::new(hub_sender.clone());
+    let identities = (pagedd_host::peer::own_uid() == 0)
+        .then(|| Identities::new(config.tenant_uids.first..=config.tenant_uids.last).map(Mutex::new))
+        .transpose()
+        .map_err(|e| Failure::new(exit::CONFIG, e))?;
+    let shop = TenantShop {
+        address: config.listen,
+        store: store.clone(),
+        hub: hub_sender.clone(),
+        exporter,
+        limits: GatewayLimits {
+            max_body: config.gateway.max_body.0,
+            max_connections: config.gateway.max_connections,
+            header_timeout_ms: config.gateway.header_timeout.as_millis() as u32,
+            idle_timeout_ms: config.gateway.idle_timeout.as_millis() as u32,
+        },
+        identities,
+    };
+    // Every port is bound before anything is loaded: a port that is taken must not cost minutes to find out.
+    let records = db.tenants().map_err(|e| state_failure(&e))?;
+    let mut ports = BTreeMap::new();
+    for record in &records {
+        let listener = shop
+            .listener(record.id, record.port)
+            .map_err(|e| Failure::new(exit::PORT_IN_USE, format!("tenant `{}`: {e}", record.name)))?;
+        ports.insert(record.id, listener);
+    }
+    let socket = AdminSocket::bind(&config.admin_socket).map_err(|e| {
+        Failure::new(exit::STATE_DIR, format!("admin socket {}: {e}", config.admin_socket.display()))
+    })?;
+    let around = Surroundings {
+        programs: programs()?,
+        store: store.clone(),
+        cache_key: *db.installation_secret(),
+        log: config.log.level.to_string(),
+    };
+    let mut models: Vec<Arc<Model>> = Vec::new();
+    let mut threads = Vec::new();
+    for (i, settings) in config.models.iter().enumerate() {
+        let (model, thread) = model::start(ModelId(i as u16), settings, &around, hub_sender.clone())
+            .with_context(|| format!("model `{}`", settings.name.as_str()))?;
+        models.push(model);
+        threads.push(thread);
+    }
+    let limits = hub::Limits { retention: config.retention, reattach_grace: config.reattach_grace };
+    tokio::spawn(Hub::new(limits, models.iter().map(|model| model.engine.clone()).collect()).run(hub_inbox));
+
+    let mut tenants = BTreeMap::new();
+    for record in records {
+        let name = record.name.clone();
+        let Some(model) = models.iter().find(|model| model.name == record.model) else {
+            warn!(tenant = name, model = record.model, "tenant is not served: its model is not configured");
+            continue;
+        };
+        let amount = |text: &str| {
+            text.parse().map_err(|e| Failure::new(exit::STATE_DIR, format!("tenant `{name}`: {e}")))
+        };
+        let share = ShareAmounts { floor: amount(&record.kv_floor)?, ceiling: amount(&record.kv_ceiling)? };
+        let keys = db.keys(record.id).map_err(|e| state_failure(&e))?;
+        let Some(listener) = ports.remove(&record.id) else { continue };
+        let tenant = shop
+            .open(record, keys, share, model, listener)
+            .map_err(|e| Failure::new(FAILED, format!("tenant `{name}`: {e}")))?;
+        tenants.insert(name, tenant);
+    }
+
+    let facts = Facts {
+        state_dir: config.state_dir.clone(),
+        config: config.file.clone(),
+        walls,
+        supervisor: if kept { Supervisor::Keeper } else { Supervisor::Systemd },
+        start,
+    };
+    let (events, inbox) = mpsc::channel(64);
+    for model in &models {
+        tokio::spawn(watch_model(model.clone(), events.clone()));
+    }
+    let daemon = Daemon { facts, models: models.clone(), tenants, shop, db: Db::new(db) };
+    tokio::spawn(daemon.run(inbox));
+    let (orders, mut waiting) = mpsc::channel(16);
+    let forwarding = events.clone();
+    tokio::spawn(async move {
+        while let Some(order) = waiting.recv().await {
+            if forwarding.send(Event::Order(order)).await.is_err() {
+                return;
+            }
+        }
+    });
+    let admin = tokio::spawn(socket.run(orders));
+    notify::ready().context("telling the supervisor")?;
+    info!(version = env!("CARGO_PKG_VERSION"), admin = %config.admin_socket.display(), models = models.len(), "pagedd runs");
+
+    let gone = keeper_gone(lifeline);
+    tokio::select! {
+        _ = terminate.recv() => info!("SIGTERM: draining"),
+        _ = interrupt.recv() => info!("SIGINT: draining"),
+        () = gone => warn!("the keeper is gone: draining"),
+    }
+    if let Err(error) = notify::stopping() {
+        warn!(%error, "the supervisor does not know that this is the end");
+    }
+    end(&events, &models, threads).await;
+    admin.abort();
+    info!("pagedd ended");
+    Ok(())
+}
+
+/// Returns once the keeper has ended, and never without a keeper.
+async fn keeper_gone(lifeline: Option<OwnedFd>) {
+    if let Some(Ok(mut pipe)) = lifeline.map(pipe::Receiver::from_owned_fd) {
+        // The keeper writes nothing: any return is its end.
+        drop(pipe.read_u8().await);
+    } else {
+        std::future::pending().await
+    }
+}
+
+/// Drains, then ends gateways, engines and workers, each within a bound.
+async fn end(events: &mpsc::Sender<Event>, models: &[Arc<Model>], threads: Vec<JoinHandle<()>>) {
+    drop(events.send(Event::Drain).await);
+    let busy = |model: &Arc<Model>| {
+        let stats = model.stats.borrow();
+        stats.scheduler.running() + stats.scheduler.waiting() > 0
+    };
+    let drained = Instant::now();
+    while models.iter().any(busy) && drained.elapsed() < DRAIN {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let left: u32 = models
+        .iter()
+        .map(|m| m.stats.borrow().scheduler.running() + m.stats.borrow().scheduler.waiting())
+        .sum();
+    if left > 0 {
+        warn!(sequences = left, "not finished in time; their streams end with an event that says so");
+    }
+    let (sender, done) = oneshot::channel();
+    drop(events.send(Event::Shutdown(sender)).await);
+    if tokio::time::timeout(END, done).await.is_err() {
+        warn!("gateways did not end in time");
+    }
+    for model in models {
+        drop(model.engine.send(EngineCommand::Stop));
+    }
+    let joined = tokio::task::spawn_blocking(move || {
+        for thread in threads {
+            if thread.join().is_err() {
+                error!("an engine's thread panicked");
+            }
+        }
+    });
+    if tokio::time::timeout(END, joined).await.is_err() {
+        warn!("engines did not end in time");
+    }
+}

@@ -1,0 +1,237 @@
+//! The template process of a model: loads tokenizer and chat template once, and forks every gateway.
+//!
+//! **Owns** the process and the channel to it, on a thread of its own, since the channel blocks. **Never** sees a tenant's text.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagedd_host::{Child, Sandbox, Spawn};
+use pagedd_wire::template::{FromTemplate, ToTemplate};
+use pagedd_wire::{Channel, ChannelError, PROTOCOL};
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+
+use crate::backoff::Backoff;
+use crate::worker::CHILD_SOCKET;
+
+/// Longest time from start to `Ready`: a tokenizer of 128k entries takes about a second.
+const LOAD: Duration = Duration::from_secs(60);
+/// Longest time of a fork.
+const FORK: Duration = Duration::from_secs(10);
+/// How often an idle template is looked at.
+const LOOK: Duration = Duration::from_secs(1);
+/// Forks that may wait.
+const QUEUE: usize = 256;
+
+/// What to start.
+pub struct TemplateSpec {
+    /// Name of the model.
+    pub model: String,
+    /// Path of `pagedd-gateway`.
+    pub program: PathBuf,
+    /// Path of the model.
+    pub path: String,
+    /// Value of the child's log filter.
+    pub log: String,
+}
+
+/// A gateway to be.
+pub struct Fork {
+    /// The tenant's name.
+    pub tenant: String,
+    /// Its uid and gid, where the daemon may choose.
+    pub identity: Option<(u32, u32)>,
+    /// Its listening socket.
+    pub listener: OwnedFd,
+    /// Its end of the daemon's socket pair.
+    pub socket: UnixStream,
+}
+
+/// A gateway that was forked. Not our child: the pidfd is the only way to know of its end.
+#[derive(Debug)]
+pub struct Forked {
+    /// For logs and status only.
+    pub pid: u32,
+    /// Readable once it has ended.
+    pub pidfd: OwnedFd,
+}
+
+/// Why there is no gateway.
+#[derive(thiserror::Error, Debug)]
+pub enum ForkError {
+    /// Trying again is not worth while: the model's tokenizer or chat template cannot be loaded.
+    #[error("{0}")]
+    Model(String),
+    /// Trying again may help.
+    #[error("{0}")]
+    Failed(String),
+}
+
+type Order = (Fork, oneshot::Sender<Result<Forked, ForkError>>);
+
+/// The way to a model's template process.
+#[derive(Clone)]
+pub struct TemplateHandle {
+    orders: SyncSender<Order>,
+}
+
+impl TemplateHandle {
+    /// Starts the thread; the process starts at once too.
+    pub fn start(spec: TemplateSpec) -> std::io::Result<Self> {
+        let (orders, queue) = sync_channel(QUEUE);
+        thread::Builder::new()
+            .name(format!("template-{}", spec.model))
+            .spawn(move || Template::new(spec).run(&queue))?;
+        Ok(Self { orders })
+    }
+
+    /// Forks a gateway.
+    pub async fn fork(&self, fork: Fork) -> Result<Forked, ForkError> {
+        let (answer, answered) = oneshot::channel();
+        self.orders.try_send((fork, answer)).map_err(|e| {
+            ForkError::Failed(match e {
+                TrySendError::Full(_) => "too many gateways wait for their fork".to_owned(),
+                TrySendError::Disconnected(_) => "the template's thread ended".to_owned(),
+            })
+        })?;
+        answered.await.unwrap_or_else(|_| Err(ForkError::Failed("the template's thread ended".to_owned())))
+    }
+}
+
+struct Template {
+    spec: TemplateSpec,
+    running: Option<(Child, Channel)>,
+    backoff: Backoff,
+    tickets: u64,
+}
+
+impl Template {
+    fn new(spec: TemplateSpec) -> Self {
+        Self { spec, running: None, backoff: Backoff::new(5, Duration::from_secs(10)), tickets: 0 }
+    }
+
+    fn run(mut self, orders: &Receiver<Order>) {
+        let mut broken = self.ensure().err();
+        loop {
+            match orders.recv_timeout(LOOK) {
+                Ok((fork, answer)) => {
+                    let result = self.ensure().and_then(|()| self.fork(&fork));
+                    // A tenant that went away in the meantime drops the socket, and the gateway exits on its end of file.
+                    drop(answer.send(result));
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    // Kept warm, so that a gateway's death costs a fork and not a load. A model that cannot be loaded is
+                    // tried again only when a gateway is wanted.
+                    if !matches!(broken, Some(ForkError::Model(_))) {
+                        broken = self.ensure().err();
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    /// A template process that runs and is loaded.
+    fn ensure(&mut self) -> Result<(), ForkError> {
+        if let Some((child, _)) = &self.running {
+            if !child.has_exited() {
+                return Ok(());
+            }
+            warn!(model = self.spec.model, pid = child.pid(), "template process died");
+            self.running = None;
+        }
+        thread::sleep(self.backoff.next(Instant::now()));
+        let failed = |what: &str, e: &dyn std::fmt::Display| ForkError::Failed(format!("{what}: {e}"));
+        let (ours, theirs) = UnixStream::pair().map_err(|e| failed("socket pair", &e))?;
+        let child = pagedd_host::spawn(Spawn {
+            program: self.spec.program.clone(),
+            args: Vec::new(),
+            env: vec![("PAGEDD_LOG".into(), self.spec.log.clone().into())],
+            fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
+            cgroup: None,
+            identity: None,
+            sandbox: Sandbox { no_new_privs: true },
+        })
+        .map_err(|e| failed("template process", &e))?;
+        let mut channel = Channel::new(ours).map_err(|e| failed("template's socket", &e))?;
+        let started = Instant::now();
+        channel
+            .send(&ToTemplate::Load { protocol: PROTOCOL, path: self.spec.path.clone() }, &[])
+            .map_err(|e| failed("template process", &e))?;
+        match channel.recv_timeout(LOAD).map_err(|e| failed("template process", &e))? {
+            FromTemplate::Ready { vocab_size } => {
+                let ms = started.elapsed().as_millis() as u64;
+                info!(
+                    model = self.spec.model,
+                    pid = child.pid(),
+                    vocab_size,
+                    ms,
+                    "tokenizer and chat template loaded"
+                );
+                self.running = Some((child, channel));
+                Ok(())
+            }
+            FromTemplate::Failed { error } => {
+                warn!(model = self.spec.model, error, "tokenizer or chat template cannot be loaded");
+                Err(ForkError::Model(error))
+            }
+            FromTemplate::Forked { .. } | FromTemplate::ForkFailed { .. } => {
+                Err(ForkError::Failed("the template answered a load with a fork".to_owned()))
+            }
+        }
+    }
+
+    fn fork(&mut self, fork: &Fork) -> Result<Forked, ForkError> {
+        let Some((_, channel)) = &mut self.running else {
+            return Err(ForkError::Failed("no template process".to_owned()));
+        };
+        self.tickets += 1;
+        let message = ToTemplate::Fork {
+            ticket: self.tickets,
+            tenant: fork.tenant.clone(),
+            identity: fork.identity,
+            cgroup: false,
+        };
+        let result = Self::exchange(channel, &message, fork, self.tickets);
+        if let Err(
+            ChannelError::Closed
+            | ChannelError::TimedOut(_)
+            | ChannelError::Frame(_)
+            | ChannelError::MissingFd,
+        ) = result
+            && let Some((child, _)) = self.running.take()
+            && let Err(error) = child.kill()
+        {
+            warn!(pid = child.pid(), %error, "template process could not be killed");
+        }
+        result.map_err(|e| ForkError::Failed(format!("template process: {e}")))?
+    }
+
+    fn exchange(
+        channel: &mut Channel,
+        message: &ToTemplate,
+        fork: &Fork,
+        expected: u64,
+    ) -> Result<Result<Forked, ForkError>, ChannelError> {
+        channel.send(message, &[fork.listener.as_fd(), fork.socket.as_fd()])?;
+        loop {
+            match channel.recv_timeout(FORK)? {
+                FromTemplate::Forked { ticket, pid } => {
+                    let pidfd = channel.take_fd()?;
+                    if ticket == expected {
+                        return Ok(Ok(Forked { pid, pidfd }));
+                    }
+                }
+                FromTemplate::ForkFailed { ticket, error } if ticket == expected => {
+                    return Ok(Err(ForkError::Failed(error)));
+                }
+                FromTemplate::ForkFailed { .. } | FromTemplate::Ready { .. } => {}
+                FromTemplate::Failed { error } => return Ok(Err(ForkError::Failed(error))),
+            }
+        }
+    }
+}

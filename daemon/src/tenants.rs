@@ -1,0 +1,335 @@
+//! The tenants that exist, and everything that one of them is made of while the daemon runs.
+//!
+//! **Owns** the tenants' ports and the tasks that keep their gateways running. Changes are made in one order: check → port →
+//! control.db → engine → gateway, and taken back in reverse where a later part refuses.
+
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pagedd_config::Amount;
+use pagedd_control::{
+    ControlError, ErrorCode, GatewayInfo, GatewayState as ShownGateway, ShareInfo, TenantInfo, TenantState,
+};
+use pagedd_core::{Blocks, Bytes, TenantId, Tokens};
+use pagedd_engine::Command;
+use pagedd_host::Identity;
+use pagedd_host::fdstore::FdStore;
+use pagedd_host::identity::Identities;
+use pagedd_host::net::{BindError, bind_tcp};
+use pagedd_journal::{KeyRow, TenantRow};
+use pagedd_sched::ShareSpec;
+use pagedd_wire::gateway::KeyEntry;
+use pagedd_wire::worker::ModelInfo;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
+use tracing::warn;
+
+use crate::gateway::{GatewayLimits, GatewayState, GatewayTask, Going, TenantFacts};
+use crate::hub::Message;
+use crate::metrics::Exporter;
+use crate::model::Model;
+use crate::worker::ModelState;
+
+/// A tenant that runs.
+pub struct Tenant {
+    /// As control.db has it.
+    pub record: TenantRow,
+    /// Its keys, revoked ones too.
+    pub keys: Vec<KeyRow>,
+    /// What it serves.
+    pub model: Arc<Model>,
+    /// Its floor and ceiling, as amounts.
+    pub share: ShareAmounts,
+    /// Its uid and gid, where the daemon may choose.
+    identity: Option<Identity>,
+    listener: OwnedFd,
+    facts: watch::Sender<TenantFacts>,
+    gateway: watch::Receiver<(GatewayState, u32)>,
+    task: JoinHandle<()>,
+}
+
+/// A floor and a ceiling as amounts.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct ShareAmounts {
+    /// Guaranteed.
+    pub floor: Amount,
+    /// At most.
+    pub ceiling: Amount,
+}
+
+impl ShareAmounts {
+    /// In blocks of a model's pool.
+    pub fn in_blocks(self, info: &ModelInfo) -> ShareSpec {
+        let blocks = |amount: Amount| {
+            amount
+                .in_blocks(Blocks(info.blocks), Bytes(info.block_bytes), Tokens(info.block_size))
+                .min(Blocks(info.blocks))
+        };
+        ShareSpec { floor: blocks(self.floor), ceiling: blocks(self.ceiling) }
+    }
+}
+
+/// What every tenant is built with.
+pub struct TenantShop {
+    /// Address of every port.
+    pub address: IpAddr,
+    /// Holds the ports over a restart of the daemon.
+    pub store: Arc<FdStore>,
+    /// Delivery.
+    pub hub: mpsc::Sender<Message>,
+    /// Metrics.
+    pub exporter: Exporter,
+    /// Limits of every gateway.
+    pub limits: GatewayLimits,
+    /// Gives every gateway a user of its own; `None` where the daemon may not choose.
+    pub identities: Option<Mutex<Identities>>,
+}
+
+impl TenantShop {
+    /// The port of a tenant: kept by the store, or bound now.
+    pub fn listener(&self, tenant: TenantId, port: u16) -> Result<OwnedFd, ControlError> {
+        let name = listener_name(tenant);
+        if let Some(kept) = self.store.take(&name) {
+            let kept = TcpListener::from(kept);
+            if kept.local_addr().is_ok_and(|kept| kept == SocketAddr::new(self.address, port)) {
+                return Ok(kept.into());
+            }
+            self.forget_listener(tenant);
+        }
+        let listener = self.bind(port)?;
+        self.keep_listener(tenant, &listener);
+        Ok(listener)
+    }
+
+    /// Binds a port.
+    pub fn bind(&self, port: u16) -> Result<OwnedFd, ControlError> {
+        bind_tcp(self.address, port).map(OwnedFd::from).map_err(|e| {
+            let code = match e {
+                BindError::PortInUse { .. } => ErrorCode::PortInUse,
+                BindError::Privileged { .. } | BindError::NoSuchAddress { .. } | BindError::Io { .. } => {
+                    ErrorCode::InvalidPort
+                }
+            };
+            ControlError::new(code, e.to_string())
+        })
+    }
+
+    /// Has the port kept over a restart of the daemon.
+    pub fn keep_listener(&self, tenant: TenantId, listener: &OwnedFd) {
+        if let Err(error) = self.store.store(&listener_name(tenant), listener.as_fd()) {
+            warn!(%tenant, %error, "the port will not outlive the daemon");
+        }
+    }
+
+    /// Lets the store forget a port.
+    pub fn forget_listener(&self, tenant: TenantId) {
+        if let Err(error) = self.store.remove(&listener_name(tenant)) {
+            warn!(%tenant, %error, "the fd store keeps a port that is gone");
+        }
+    }
+
+    fn identities(&self) -> Option<std::sync::MutexGuard<'_, Identities>> {
+        // The lock is held for a look-up only, and nothing under it panics.
+        self.identities.as_ref().map(|identities| identities.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A user for a gateway.
+    fn identity(&self) -> Result<Option<Identity>, ControlError> {
+        self.identities()
+            .map(|mut identities| identities.allocate())
+            .transpose()
+            .map_err(|e| ControlError::new(ErrorCode::Internal, e.to_string()))
+    }
+
+    /// Takes a gateway's user back. It is given out again once its last process is gone.
+    fn release(&self, identity: Option<Identity>) {
+        if let (Some(mut identities), Some(identity)) = (self.identities(), identity) {
+            identities.release(identity);
+        }
+    }
+
+    /// Starts a tenant on its port.
+    pub fn open(
+        &self,
+        record: TenantRow,
+        keys: Vec<KeyRow>,
+        share: ShareAmounts,
+        model: &Arc<Model>,
+        listener: OwnedFd,
+    ) -> Result<Tenant, ControlError> {
+        let internal = |e: std::io::Error| ControlError::new(ErrorCode::Internal, e.to_string());
+        let identity = self.identity()?;
+        let facts = watch::Sender::new(TenantFacts {
+            keys: key_entries(&record, &keys),
+            suspended: record.suspended,
+            going: Going::Not,
+            misfit: None,
+        });
+        let state = watch::Sender::new((GatewayState::Starting, 0));
+        let gateway = state.subscribe();
+        let task = GatewayTask {
+            tenant: record.id,
+            name: record.name.clone(),
+            identity,
+            listener: listener.try_clone().map_err(internal)?,
+            model: model.clone(),
+            facts: facts.subscribe(),
+            state,
+            hub: self.hub.clone(),
+            exporter: self.exporter.clone(),
+            limits: self.limits,
+        };
+        let task = tokio::spawn(task.run());
+        Ok(Tenant { record, keys, model: model.clone(), share, identity, listener, facts, gateway, task })
+    }
+}
+
+fn listener_name(tenant: TenantId) -> String {
+    format!("port-{}", tenant.0)
+}
+
+fn key_entries(record: &TenantRow, keys: &[KeyRow]) -> Option<Vec<KeyEntry>> {
+    let live = keys.iter().filter(|key| key.revoked_unix.is_none());
+    record.auth.then(|| live.map(|key| KeyEntry { id: key.id, sha256: key.digest.0 }).collect())
+}
+
+impl Tenant {
+    /// Its id.
+    pub fn id(&self) -> TenantId {
+        self.record.id
+    }
+
+    /// Has the gateway told what changed.
+    pub fn announce(&self) {
+        self.facts.send_if_modified(|facts| {
+            let now = TenantFacts {
+                keys: key_entries(&self.record, &self.keys),
+                suspended: self.record.suspended,
+                ..facts.clone()
+            };
+            let changed = *facts != now;
+            *facts = now;
+            changed
+        });
+    }
+
+    /// Why it cannot be served, or that it can.
+    pub fn set_misfit(&self, misfit: Option<String>) {
+        self.facts.send_if_modified(|facts| {
+            let changed = facts.misfit != misfit;
+            facts.misfit = misfit;
+            changed
+        });
+    }
+
+    /// How far the daemon's end has come.
+    pub fn set_going(&self, going: Going) {
+        self.facts.send_modify(|facts| facts.going = going);
+    }
+
+    /// Moves to another port. Connections on the old one go on.
+    pub fn move_to(&mut self, shop: &TenantShop, listener: OwnedFd) -> Result<(), ControlError> {
+        let model = self.model.clone();
+        let misfit = self.facts.borrow().misfit.clone();
+        let moved = shop.open(self.record.clone(), self.keys.clone(), self.share, &model, listener)?;
+        moved.set_misfit(misfit);
+        let old = std::mem::replace(self, moved);
+        old.facts.send_modify(|facts| facts.going = Going::Down);
+        shop.release(old.identity);
+        shop.forget_listener(self.record.id);
+        shop.keep_listener(self.record.id, &self.listener);
+        Ok(())
+    }
+
+    /// Ends the gateway and gives the port back.
+    pub async fn close(self, shop: &TenantShop) {
+        self.facts.send_modify(|facts| facts.going = Going::Down);
+        shop.release(self.identity);
+        if let Err(error) = self.task.await {
+            warn!(tenant = self.record.name, %error, "gateway task");
+        }
+    }
+
+    /// Puts the share into force, once the model's pool has a size.
+    pub async fn apply_share(&self, share: ShareAmounts) -> Result<(), ControlError> {
+        let Some(info) = self.model.state.borrow().model().map(|model| model.info.clone()) else {
+            return Ok(());
+        };
+        let spec = share.in_blocks(&info);
+        let (sender, answer) = oneshot::channel();
+        let command = Command::SetShare {
+            tenant: self.id(),
+            share: spec,
+            reply: Box::new(move |result| drop(sender.send(result))),
+        };
+        let busy = || {
+            ControlError::new(
+                ErrorCode::Busy,
+                format!("the engine of model `{}` does not answer", self.model.name),
+            )
+            .remedy("try again; `pagedctl status` shows the model's state")
+        };
+        self.model.engine.send(command).map_err(|_| busy())?;
+        answer.await.map_err(|_| busy())?.map_err(|e| {
+            ControlError::new(ErrorCode::FloorsExceedPool, format!("tenant `{}`: {e}", self.record.name))
+                .remedy("lower this floor or another tenant's; `pagedctl tenant list` shows them")
+        })
+    }
+
+    /// As `pagedctl` shows it.
+    pub fn info(&self, address: IpAddr) -> TenantInfo {
+        let (gateway, starts) = self.gateway.borrow().clone();
+        let facts = self.facts.borrow();
+        let stats = self.model.stats.borrow();
+        let numbers = stats.scheduler.tenant(self.id());
+        let model_state = self.model.state.borrow();
+        let spec = model_state.model().map(|model| self.share.in_blocks(&model.info));
+        let state = if let Some(error) = &facts.misfit {
+            TenantState::Failed { error: error.clone() }
+        } else if facts.suspended {
+            TenantState::Suspended
+        } else {
+            match (&*model_state, &gateway) {
+                (ModelState::Failed { error }, _) | (_, GatewayState::Failed(error)) => {
+                    TenantState::Failed { error: error.clone() }
+                }
+                (ModelState::Ready(_) | ModelState::Restarting { .. }, GatewayState::Running { .. }) => {
+                    TenantState::Ready
+                }
+                (ModelState::Loading { .. }, _) | (_, GatewayState::Starting | GatewayState::Restarting) => {
+                    TenantState::Starting
+                }
+            }
+        };
+        let restarts = starts.saturating_sub(1);
+        let (shown, pid) = match gateway {
+            GatewayState::Starting => (ShownGateway::Starting, None),
+            GatewayState::Running { pid } => (ShownGateway::Running, Some(pid)),
+            GatewayState::Restarting => (ShownGateway::Restarting { attempt: starts.max(1) }, None),
+            GatewayState::Failed(error) => (ShownGateway::Failed { error }, None),
+        };
+        TenantInfo {
+            id: self.record.id.0,
+            name: self.record.name.clone(),
+            state,
+            port: self.record.port,
+            url: format!("http://{}", SocketAddr::new(address, self.record.port)),
+            model: self.model.name.clone(),
+            auth: self.record.auth,
+            keys: self.keys.iter().filter(|key| key.revoked_unix.is_none()).count() as u32,
+            share: ShareInfo {
+                floor: self.share.floor.to_string(),
+                ceiling: self.share.ceiling.to_string(),
+                floor_blocks: spec.map(|spec| spec.floor.0),
+                ceiling_blocks: spec.map(|spec| spec.ceiling.0),
+                held_blocks: numbers.map_or(0, |n| n.held.0),
+                cached_blocks: numbers.map_or(0, |n| n.cached.0),
+            },
+            running: numbers.map_or(0, |n| n.running),
+            waiting: numbers.map_or(0, |n| n.waiting),
+            gateway: GatewayInfo { state: shown, pid, restarts },
+            created_unix: self.record.created_unix,
+        }
+    }
+}

@@ -1,0 +1,362 @@
+//! A worker process: started, spoken to, fenced, replaced.
+//!
+//! **Owns** the child, the channel to it, and the fds of its arenas, which outlive it. **Never** maps an arena or opens a model
+//! file: both are the worker's.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
+use pagedd_host::fdstore::FdStore;
+use pagedd_host::{Child, Sandbox, Spawn};
+use pagedd_sched::{SequenceSnapshot, StepOutput, StepPlan};
+use pagedd_wire::worker::{Arena, FromWorker, Hello, ModelInfo, ToWorker};
+use pagedd_wire::{Channel, ChannelError};
+use tokio::sync::watch;
+use tracing::{info, warn};
+
+use crate::backoff::Backoff;
+use crate::convert;
+
+/// The fd that a child finds its socket on.
+pub const CHILD_SOCKET: i32 = 3;
+
+/// Longest silence of a worker while it loads. Progress frames extend it.
+const LOAD_SILENCE: Duration = Duration::from_secs(120);
+/// Shortest step deadline.
+const STEP_DEADLINE: Duration = Duration::from_secs(30);
+/// A step may take this many times what the slowest of its size took so far.
+const STEP_SLACK: u32 = 10;
+/// How long a killed process may take to be gone.
+const DEATH: Duration = Duration::from_secs(10);
+/// Workers in a row that die before they complete a step.
+const TRIES: u32 = 6;
+
+/// How a model stands, as shown by `pagedctl status`.
+#[derive(Clone, Debug)]
+pub enum ModelState {
+    /// A first worker loads.
+    Loading {
+        /// `[0, 1000]`.
+        permille: u32,
+    },
+    /// A worker takes plans.
+    Ready(Arc<ReadyModel>),
+    /// The worker died and another comes up.
+    Restarting {
+        /// Counted from 1 since the last completed step.
+        attempt: u32,
+        /// What was known of the model.
+        last: Option<Arc<ReadyModel>>,
+    },
+    /// Given up.
+    Failed {
+        /// One line.
+        error: String,
+    },
+}
+
+impl ModelState {
+    /// What is known of the model, as long as it is not given up.
+    pub fn model(&self) -> Option<&Arc<ReadyModel>> {
+        match self {
+            Self::Ready(model) => Some(model),
+            Self::Restarting { last, .. } => last.as_ref(),
+            Self::Loading { .. } | Self::Failed { .. } => None,
+        }
+    }
+}
+
+/// A loaded model and its worker.
+#[derive(Debug)]
+pub struct ReadyModel {
+    /// From the worker.
+    pub info: ModelInfo,
+    /// The worker's process id, for status only.
+    pub pid: u32,
+    /// Workers before this one.
+    pub restarts: u32,
+}
+
+/// What to start.
+pub struct WorkerSpec {
+    /// Name of the model.
+    pub model: String,
+    /// Path of `pagedd-worker`.
+    pub program: PathBuf,
+    /// First frame; its fd flags are set for each start.
+    pub hello: Hello,
+    /// Value of the child's log filter.
+    pub log: String,
+}
+
+struct Running {
+    child: Child,
+    channel: Channel,
+}
+
+/// The arenas' fds, and where they are kept over a restart of the daemon.
+struct Arenas {
+    store: Arc<FdStore>,
+    weights_name: String,
+    weights: Option<OwnedFd>,
+    /// Not kept over a restart of the daemon: without a ledger of what its blocks hold it would be empty memory, and nothing
+    /// would prove that its last writer is gone.
+    kv: Option<OwnedFd>,
+}
+
+/// A model's worker.
+pub struct WorkerProcess {
+    spec: WorkerSpec,
+    arenas: Arenas,
+    running: Option<Running>,
+    state: watch::Sender<ModelState>,
+    backoff: Backoff,
+    /// Starts since the last completed step.
+    attempts: u32,
+    starts: u32,
+    info: Option<ModelInfo>,
+    /// Rows' tokens of the plan that is out.
+    plan_tokens: u32,
+    submitted: Instant,
+    /// Slowest time per input token seen.
+    slowest_token: Duration,
+}
+
+/// Why a start came to nothing.
+enum StartError {
+    /// Another try may end otherwise.
+    Retry(String),
+    /// It will not.
+    Final(String),
+}
+
+impl From<ChannelError> for StartError {
+    fn from(e: ChannelError) -> Self {
+        Self::Retry(e.to_string())
+    }
+}
+
+impl WorkerProcess {
+    /// A worker that has not started. Arenas of an earlier daemon are taken from `store`.
+    pub fn new(spec: WorkerSpec, store: Arc<FdStore>, state: watch::Sender<ModelState>) -> Self {
+        let weights_name = format!("weights-{}", spec.model);
+        let weights = store.take(&weights_name);
+        let arenas = Arenas { store, weights_name, weights, kv: None };
+        Self {
+            spec,
+            arenas,
+            running: None,
+            state,
+            backoff: Backoff::new(TRIES as usize, Duration::from_secs(5)),
+            attempts: 0,
+            starts: 0,
+            info: None,
+            plan_tokens: 0,
+            submitted: Instant::now(),
+            slowest_token: Duration::ZERO,
+        }
+    }
+
+    /// Brings up the first worker.
+    pub fn start(&mut self) -> Result<ModelInfo, WorkersExhausted> {
+        self.bring_up()
+    }
+
+    /// Starts workers until one is ready, or it is not worth while.
+    fn bring_up(&mut self) -> Result<ModelInfo, WorkersExhausted> {
+        loop {
+            self.attempts += 1;
+            if self.starts > 0 {
+                let last = self.state.borrow().model().cloned();
+                self.state.send_replace(ModelState::Restarting { attempt: self.attempts, last });
+                thread::sleep(self.backoff.next(Instant::now()));
+            }
+            let error = match self.launch() {
+                Ok(info) => return Ok(info),
+                Err(StartError::Final(error)) => return Err(self.exhausted(error)),
+                Err(StartError::Retry(error)) => error,
+            };
+            warn!(model = self.spec.model, attempt = self.attempts, error, "worker did not start");
+            if self.attempts >= TRIES {
+                return Err(self.exhausted(format!("{error} ({TRIES} tries)")));
+            }
+        }
+    }
+
+    fn exhausted(&self, reason: String) -> WorkersExhausted {
+        self.state.send_replace(ModelState::Failed { error: reason.clone() });
+        WorkersExhausted { reason }
+    }
+
+    /// One start, up to `Ready`.
+    fn launch(&mut self) -> Result<ModelInfo, StartError> {
+        self.fence().map_err(StartError::Final)?;
+        let spec = &self.spec;
+        let (ours, theirs) =
+            UnixStream::pair().map_err(|e| StartError::Retry(format!("socket pair: {e}")))?;
+        let child = pagedd_host::spawn(Spawn {
+            program: spec.program.clone(),
+            args: Vec::new(),
+            env: vec![("PAGEDD_LOG".into(), spec.log.clone().into())],
+            fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
+            cgroup: None,
+            identity: None,
+            sandbox: Sandbox { no_new_privs: true },
+        })
+        .map_err(|e| StartError::Final(e.to_string()))?;
+        let pid = child.pid();
+        self.starts += 1;
+        let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
+        let running = self.running.insert(Running { child, channel });
+        let hello = Hello {
+            weights_fd: self.arenas.weights.is_some(),
+            kv_fd: self.arenas.kv.is_some(),
+            ..spec.hello.clone()
+        };
+        let fds: Vec<BorrowedFd<'_>> =
+            [&self.arenas.weights, &self.arenas.kv].into_iter().flatten().map(AsFd::as_fd).collect();
+        running.channel.send(&ToWorker::Hello(hello), &fds)?;
+        loop {
+            match running.channel.recv_timeout(LOAD_SILENCE)? {
+                FromWorker::Loading { permille } => {
+                    self.state.send_if_modified(|state| match state {
+                        ModelState::Loading { permille: shown } => {
+                            *shown = permille;
+                            true
+                        }
+                        ModelState::Ready(_) | ModelState::Restarting { .. } | ModelState::Failed { .. } => {
+                            false
+                        }
+                    });
+                }
+                FromWorker::Arena { arena, bytes } => {
+                    let fd = running.channel.take_fd()?;
+                    info!(model = spec.model, ?arena, bytes, "new arena");
+                    self.arenas.keep(arena, fd);
+                }
+                FromWorker::Ready(info) => {
+                    let info = *info;
+                    if let Some(before) = &self.info
+                        && (before.digest, before.blocks, before.block_bytes)
+                            != (info.digest, info.blocks, info.block_bytes)
+                    {
+                        return Err(StartError::Final(
+                            "the model's file changed under a running model".to_owned(),
+                        ));
+                    }
+                    info!(
+                        model = spec.model,
+                        pid,
+                        load_us = info.load_us,
+                        weights_reused = info.weights_reused,
+                        "worker ready"
+                    );
+                    let restarts = self.starts - 1;
+                    self.state.send_replace(ModelState::Ready(Arc::new(ReadyModel {
+                        info: info.clone(),
+                        pid,
+                        restarts,
+                    })));
+                    self.info = Some(info.clone());
+                    return Ok(info);
+                }
+                FromWorker::Failed { error, retry } => {
+                    return Err(if retry { StartError::Retry(error) } else { StartError::Final(error) });
+                }
+                FromWorker::Output(_) => {
+                    return Err(StartError::Retry("an output before any plan".to_owned()));
+                }
+            }
+        }
+    }
+
+    /// Ends the old worker and proves it gone, so that no two processes ever write one arena.
+    fn fence(&mut self) -> Result<(), String> {
+        let Some(Running { child, channel }) = self.running.take() else { return Ok(()) };
+        drop(channel);
+        child.kill().map_err(|e| format!("kill worker {}: {e}", child.pid()))?;
+        match child.wait(DEATH) {
+            Ok(Some(status)) => {
+                info!(model = self.spec.model, pid = child.pid(), ?status, "worker ended");
+                Ok(())
+            }
+            Ok(None) => Err(format!("worker {} does not die; its device is unsafe to use", child.pid())),
+            Err(e) => Err(format!("wait for worker {}: {e}", child.pid())),
+        }
+    }
+
+    fn deadline(&self) -> Duration {
+        STEP_DEADLINE.max(self.slowest_token * self.plan_tokens * STEP_SLACK)
+    }
+
+    fn channel(&mut self) -> Result<&mut Channel, WorkerLost> {
+        self.running
+            .as_mut()
+            .map(|running| &mut running.channel)
+            .ok_or_else(|| WorkerLost { reason: "no worker runs".to_owned() })
+    }
+}
+
+impl Arenas {
+    fn keep(&mut self, arena: Arena, fd: OwnedFd) {
+        match arena {
+            Arena::Weights => {
+                if let Err(error) = self.store.store(&self.weights_name, fd.as_fd()) {
+                    warn!(%error, "the weights arena will not outlive the daemon");
+                }
+                self.weights = Some(fd);
+            }
+            Arena::Kv => self.kv = Some(fd),
+        }
+    }
+}
+
+impl Worker for WorkerProcess {
+    fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost> {
+        self.plan_tokens = plan.rows.iter().map(|row| row.inputs.len() as u32).sum();
+        self.submitted = Instant::now();
+        self.channel()?.send(&ToWorker::Plan(convert::plan(plan)), &[]).map_err(|e| lost(&e))
+    }
+
+    fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
+        let deadline = self.deadline();
+        match self.channel()?.recv_timeout(deadline).map_err(|e| lost(&e))? {
+            FromWorker::Output(output) => {
+                self.attempts = 0;
+                let per_token = self.submitted.elapsed() / self.plan_tokens.max(1);
+                self.slowest_token = self.slowest_token.max(per_token);
+                Ok(convert::output(output))
+            }
+            FromWorker::Failed { error, .. } => Err(WorkerLost { reason: error }),
+            FromWorker::Loading { .. } | FromWorker::Arena { .. } | FromWorker::Ready(_) => {
+                Err(WorkerLost { reason: "it answered a plan with a load message".to_owned() })
+            }
+        }
+    }
+
+    fn recover(&mut self, sequences: Vec<SequenceSnapshot>) -> Result<(), WorkersExhausted> {
+        let states: Vec<_> = sequences.iter().map(convert::sequence).collect();
+        loop {
+            self.bring_up()?;
+            match self.channel().and_then(|channel| {
+                channel.send(&ToWorker::Resync(states.clone()), &[]).map_err(|e| lost(&e))
+            }) {
+                Ok(()) => return Ok(()),
+                Err(lost) => warn!(
+                    model = self.spec.model,
+                    reason = lost.reason,
+                    "worker lost before it knew its sequences"
+                ),
+            }
+        }
+    }
+}
+
+fn lost(error: &ChannelError) -> WorkerLost {
+    WorkerLost { reason: error.to_string() }
+}

@@ -1,0 +1,355 @@
+//! Arenas: memory that outlives the worker that made it.
+//!
+//! **Owns** the memfd and its mapping, and the header that says what lies in it. **Never** knows what the bytes mean. The only
+//! file of this crate with unsafe code: the inherited socket is taken over here for that reason.
+//!
+//! An arena is a memfd: one header page, then data. Its size is sealed before anything else is done with it, so that no
+//! access to the mapping can meet the end of the file. The header is written through the fd, its `complete` word last; an
+//! arena whose maker died before that is not reused.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::ptr::NonNull;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// Bytes before the data: one page, so that the data are page-aligned.
+pub const HEADER_BYTES: usize = 4096;
+
+const MAGIC: [u8; 8] = *b"pagedd\0A";
+const VERSION: u32 = 1;
+const COMPLETE: u32 = 0x600D_600D;
+/// Where the `complete` word stands in the header.
+const COMPLETE_AT: u64 = 64;
+const SIZE_SEALS: SealFlags = SealFlags::GROW.union(SealFlags::SHRINK);
+
+/// What an arena is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Packed weights: written once, then read only.
+    Weights,
+    /// KV blocks: read and written for ever.
+    Kv,
+}
+
+impl Kind {
+    const fn code(self) -> u32 {
+        match self {
+            Self::Weights => 1,
+            Self::Kv => 2,
+        }
+    }
+
+    const fn memfd_name(self) -> &'static str {
+        match self {
+            Self::Weights => "pagedd-weights",
+            Self::Kv => "pagedd-kv",
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Weights => "weights",
+            Self::Kv => "KV",
+        })
+    }
+}
+
+/// No arena could be made.
+#[derive(thiserror::Error, Debug)]
+#[error("{kind} arena of {bytes} bytes: {source}")]
+pub struct ArenaError {
+    /// Which arena.
+    pub kind: Kind,
+    /// Its size.
+    pub bytes: usize,
+    /// What the system said.
+    pub source: io::Error,
+}
+
+/// Why an arena of an earlier worker is not used again. The remedy is always a new one.
+#[derive(thiserror::Error, Debug)]
+pub enum Stale {
+    /// The fd is no sealed memfd: its size could change under a mapping.
+    #[error("its size is not sealed")]
+    NotSealed,
+    /// No arena of this program's, or of another version of it.
+    #[error("its header is of another program or version")]
+    Foreign,
+    /// Its maker died before it was complete.
+    #[error("it was never completed")]
+    Incomplete,
+    /// Another model, dtype, layout or geometry.
+    #[error("it holds another model, dtype or layout")]
+    OtherContent,
+    /// The header and the file disagree, or the size is not what this content needs.
+    #[error("it has {found} bytes, {expected} expected")]
+    OtherSize {
+        /// Bytes of the file.
+        found: u64,
+        /// Bytes that the header or the content asks for.
+        expected: u64,
+    },
+    /// It could not be read or mapped.
+    #[error("it cannot be mapped: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// What the header page says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Header {
+    /// What the arena is for.
+    pub kind: Kind,
+    /// Bytes of data after the header page.
+    pub data_bytes: u64,
+    /// Digest of everything that the meaning of the data depends on: model, dtype, layout, geometry.
+    pub identity: [u8; 32],
+}
+
+impl Header {
+    fn encode(&self) -> [u8; COMPLETE_AT as usize] {
+        let mut page = [0; COMPLETE_AT as usize];
+        page[..8].copy_from_slice(&MAGIC);
+        page[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        page[12..16].copy_from_slice(&self.kind.code().to_le_bytes());
+        page[16..24].copy_from_slice(&self.data_bytes.to_le_bytes());
+        page[32..64].copy_from_slice(&self.identity);
+        page
+    }
+}
+
+/// A mapped arena.
+///
+/// Having one tells you: its size is sealed, all of it is mapped, and this value is the only mapping in this process. It does
+/// not tell you that no other process maps it: the daemon hands an arena to a worker only after the last one is gone.
+pub struct Arena {
+    fd: OwnedFd,
+    base: NonNull<u8>,
+    /// Mapped bytes, header included.
+    len: usize,
+    header: Header,
+    writable: bool,
+}
+
+// SAFETY: the mapping belongs to this value alone and is not bound to a thread.
+#[allow(unsafe_code)]
+unsafe impl Send for Arena {}
+// SAFETY: through `&Arena` the mapping is only read.
+#[allow(unsafe_code)]
+unsafe impl Sync for Arena {}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena").field("header", &self.header).field("writable", &self.writable).finish()
+    }
+}
+
+impl Arena {
+    /// Makes an arena for `header.data_bytes` bytes, all zero and not yet backed by memory; a page takes memory once written.
+    ///
+    /// # Errors
+    /// The system refused; nothing is left behind.
+    pub fn create(header: Header) -> Result<Self, ArenaError> {
+        let wrap =
+            |source: io::Error| ArenaError { kind: header.kind, bytes: header.data_bytes as usize, source };
+        let len = usize::try_from(header.data_bytes)
+            .ok()
+            .and_then(|data| data.checked_add(HEADER_BYTES))
+            .ok_or_else(|| wrap(io::ErrorKind::OutOfMemory.into()))?;
+        let make = || -> rustix::io::Result<OwnedFd> {
+            let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+            let fd = rustix::fs::memfd_create(header.kind.memfd_name(), flags)?;
+            rustix::fs::ftruncate(&fd, len as u64)?;
+            rustix::fs::fcntl_add_seals(&fd, SIZE_SEALS)?;
+            write_at(&fd, &header.encode(), 0)?;
+            Ok(fd)
+        };
+        let fd = make().map_err(|e| wrap(e.into()))?;
+        let base = map(&fd, len, true).map_err(|e| wrap(e.into()))?;
+        Ok(Self { fd, base, len, header, writable: true })
+    }
+
+    /// Marks the arena as complete: from here on another worker may use it as it is.
+    ///
+    /// Weights become read-only: the mapping is replaced, and no later one can be writable.
+    ///
+    /// # Errors
+    /// The system refused; the arena may be unusable.
+    pub fn complete(mut self) -> Result<Self, ArenaError> {
+        let wrap = |e: rustix::io::Errno| ArenaError {
+            kind: self.header.kind,
+            bytes: self.len - HEADER_BYTES,
+            source: e.into(),
+        };
+        write_at(&self.fd, &COMPLETE.to_le_bytes(), COMPLETE_AT).map_err(wrap)?;
+        match self.header.kind {
+            Kind::Kv => {}
+            Kind::Weights => {
+                rustix::fs::fcntl_add_seals(&self.fd, SealFlags::FUTURE_WRITE).map_err(wrap)?;
+                let base = map(&self.fd, self.len, false).map_err(wrap)?;
+                let old = std::mem::replace(&mut self.base, base);
+                self.writable = false;
+                unmap(old, self.len);
+            }
+        }
+        Ok(self)
+    }
+
+    /// Maps an arena of an earlier worker, if it is complete and exactly what `expected` says.
+    ///
+    /// # Errors
+    /// [`Stale`]: what is wrong with it.
+    pub fn reuse(fd: OwnedFd, expected: &Header) -> Result<Self, Stale> {
+        let len = check(fd.as_fd(), expected)?;
+        let writable = expected.kind == Kind::Kv;
+        let base = map(&fd, len, writable).map_err(io::Error::from)?;
+        Ok(Self { fd, base, len, header: *expected, writable })
+    }
+
+    /// What the header page says.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The data.
+    pub fn data(&self) -> &[u8] {
+        // SAFETY: `[base, base + len)` is mapped readable until drop; its size is sealed (`create`, `check`), so that every
+        // page of it exists; `&self` keeps `data_mut` away, and no other process writes (see the type).
+        #[allow(unsafe_code)]
+        let all = unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) };
+        &all[HEADER_BYTES..]
+    }
+
+    /// The data, to be written. Empty where the arena is read-only.
+    pub fn data_mut(&mut self) -> &mut [u8] {
+        if !self.writable {
+            return &mut [];
+        }
+        // SAFETY: as in `data`; the mapping is writable (checked above), and `&mut self` makes this the only reference.
+        #[allow(unsafe_code)]
+        let all = unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) };
+        &mut all[HEADER_BYTES..]
+    }
+}
+
+impl AsFd for Arena {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        unmap(self.base, self.len);
+    }
+}
+
+/// Data bytes that the header of a passed fd claims, for content whose size its maker chose. Nothing but the header's own
+/// agreement with the file is checked: [`Arena::reuse`] does the rest.
+///
+/// # Errors
+/// [`Stale`]: it is no arena.
+pub fn claimed_bytes(fd: BorrowedFd<'_>) -> Result<u64, Stale> {
+    let mut page = [0; COMPLETE_AT as usize];
+    if read_at(fd, &mut page, 0)? != page.len() || page[..8] != MAGIC {
+        return Err(Stale::Foreign);
+    }
+    Ok(u64::from_le_bytes(page[16..24].try_into().unwrap_or_default()))
+}
+
+/// The mapped size of an arena that is what `expected` says.
+fn check(fd: BorrowedFd<'_>, expected: &Header) -> Result<usize, Stale> {
+    // Anything that is no memfd has no seals to ask for.
+    match rustix::fs::fcntl_get_seals(fd) {
+        Ok(seals) if seals.contains(SIZE_SEALS) => {}
+        Ok(_) | Err(_) => return Err(Stale::NotSealed),
+    }
+    let found = u64::try_from(rustix::fs::fstat(fd).map_err(io::Error::from)?.st_size).unwrap_or(0);
+    let mut page = [0; COMPLETE_AT as usize + 4];
+    if read_at(fd, &mut page, 0)? != page.len() {
+        return Err(Stale::Foreign);
+    }
+    let (header, complete) = page.split_at(COMPLETE_AT as usize);
+    let wanted = expected.encode();
+    if header[..16] != wanted[..16] {
+        return Err(Stale::Foreign);
+    }
+    if complete != COMPLETE.to_le_bytes() {
+        return Err(Stale::Incomplete);
+    }
+    if header[32..] != wanted[32..] {
+        return Err(Stale::OtherContent);
+    }
+    let size = expected.data_bytes.saturating_add(HEADER_BYTES as u64);
+    if header != wanted || found != size {
+        return Err(Stale::OtherSize { found, expected: size });
+    }
+    usize::try_from(size).map_err(|_| Stale::OtherSize { found, expected: size })
+}
+
+fn map(fd: &OwnedFd, len: usize, writable: bool) -> rustix::io::Result<NonNull<u8>> {
+    let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+    // SAFETY: a null address lets the kernel choose a free range, so no live mapping is replaced; `fd` is a memfd of `len`
+    // bytes whose size is sealed (`create`, `check`).
+    #[allow(unsafe_code)]
+    let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0) }?;
+    NonNull::new(base.cast()).ok_or(rustix::io::Errno::NOMEM)
+}
+
+fn unmap(base: NonNull<u8>, len: usize) {
+    // SAFETY: `base` and `len` are what `map` returned and was given, and the caller gives up the last reference into it.
+    #[allow(unsafe_code)]
+    let result = unsafe { rustix::mm::munmap(base.as_ptr().cast(), len) };
+    if let Err(error) = result {
+        tracing::warn!(%error, "arena could not be unmapped");
+    }
+}
+
+/// Takes over the socket that this process was started with on descriptor `number`.
+///
+/// Call it once, before anything else opens a file.
+///
+/// # Errors
+/// There is no descriptor of that number, or it is no stream socket of the Unix domain.
+pub fn inherited_socket(number: RawFd) -> io::Result<UnixStream> {
+    std::fs::symlink_metadata(format!("/proc/self/fd/{number}"))?;
+    // SAFETY: the descriptor is open (the line above), and nobody else in this process owns it: it was inherited, and the
+    // caller asks once and first.
+    #[allow(unsafe_code)]
+    let fd = unsafe { OwnedFd::from_raw_fd(number) };
+    let stream = rustix::net::sockopt::socket_type(&fd)? == rustix::net::SocketType::STREAM
+        && rustix::net::sockopt::socket_domain(&fd)? == rustix::net::AddressFamily::UNIX;
+    if !stream {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no stream socket"));
+    }
+    rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)?;
+    Ok(UnixStream::from(fd))
+}
+
+fn write_at(fd: &OwnedFd, mut bytes: &[u8], mut at: u64) -> rustix::io::Result<()> {
+    while !bytes.is_empty() {
+        let n = rustix::io::pwrite(fd, bytes, at)?;
+        bytes = &bytes[n..];
+        at += n as u64;
+    }
+    Ok(())
+}
+
+fn read_at(fd: BorrowedFd<'_>, bytes: &mut [u8], at: u64) -> Result<usize, Stale> {
+    let mut got = 0;
+    while got < bytes.len() {
+        match rustix::io::pread(fd, &mut bytes[got..], at + got as u64).map_err(io::Error::from)? {
+            0 => break,
+            n => got += n,
+        }
+    }
+    Ok(got)
+}
+
+#[cfg(test)]
+mod tests;

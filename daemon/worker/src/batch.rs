@@ -1,0 +1,389 @@
+//! A plan, checked against what is known, as one flat batch.
+//!
+//! **Owns** every check of a plan. **Never** touches an arena: a plan that is wrong is refused before anything was written.
+
+use std::collections::HashSet;
+use std::ops::Range;
+
+use pagedd_wire::worker::{BlockCopy, Input, Plan, Row, SequenceState};
+
+use crate::sequence::{Draw, Sequence, Sequences};
+
+/// A plan contradicts itself, the arenas, or what earlier plans said. The daemon is broken: there is no going on.
+#[derive(thiserror::Error, Clone, PartialEq, Eq, Debug)]
+pub enum PlanError {
+    /// More rows than agreed.
+    #[error("{rows} rows, at most {most} were agreed")]
+    Rows {
+        /// Of the plan.
+        rows: usize,
+        /// `max_num_seqs`.
+        most: usize,
+    },
+    /// More input tokens than agreed.
+    #[error("{tokens} input tokens, at most {most} were agreed")]
+    Inputs {
+        /// Of the plan.
+        tokens: usize,
+        /// `max_num_batched_tokens`.
+        most: usize,
+    },
+    /// A sequence that no plan began.
+    #[error("sequence {seq} was never begun")]
+    UnknownSequence {
+        /// The one.
+        seq: u64,
+    },
+    /// A sequence with two rows, or two draws.
+    #[error("sequence {seq} has more than one {what}")]
+    Twice {
+        /// The one.
+        seq: u64,
+        /// Row, sample or begin.
+        what: &'static str,
+    },
+    /// A block outside the arena.
+    #[error("block {block} of {capacity}")]
+    Block {
+        /// The one.
+        block: u32,
+        /// Blocks of the arena.
+        capacity: u32,
+    },
+    /// A copy of more positions than a block has, or onto itself.
+    #[error("copy of {tokens} positions from block {from} to block {to}")]
+    Copy {
+        /// How many positions.
+        tokens: u32,
+        /// Read.
+        from: u32,
+        /// Written.
+        to: u32,
+    },
+    /// A table update that leaves a hole.
+    #[error("table of sequence {seq} has {len} blocks, the update begins at {from}")]
+    TableHole {
+        /// Whose.
+        seq: u64,
+        /// Blocks it has.
+        len: usize,
+        /// Where the update begins.
+        from: usize,
+    },
+    /// A row that computes nothing.
+    #[error("row of sequence {seq} without inputs")]
+    EmptyRow {
+        /// Whose.
+        seq: u64,
+    },
+    /// Positions beyond the table.
+    #[error("positions up to {end} of sequence {seq}, its {blocks} blocks end at {limit}")]
+    BeyondTable {
+        /// Whose.
+        seq: u64,
+        /// One past the last position.
+        end: u64,
+        /// Blocks of its table.
+        blocks: usize,
+        /// Positions they hold.
+        limit: u64,
+    },
+    /// Positions beyond the longest sequence.
+    #[error("positions up to {end} of sequence {seq}, the longest sequence has {limit}")]
+    BeyondContext {
+        /// Whose.
+        seq: u64,
+        /// One past the last position.
+        end: u64,
+        /// `max_model_len`.
+        limit: u64,
+    },
+    /// Two positions in one slot.
+    #[error("block {block} is written twice at offset {offset}")]
+    Overlap {
+        /// The block.
+        block: u32,
+        /// First offset written twice.
+        offset: u32,
+    },
+    /// A token outside the vocabulary.
+    #[error("token {token} of sequence {seq}, the vocabulary has {vocab}")]
+    Token {
+        /// Whose.
+        seq: u64,
+        /// The token.
+        token: u32,
+        /// Vocabulary size.
+        vocab: u32,
+    },
+    /// A drawn token that no recent plan drew.
+    #[error("input of sequence {seq}: plan {plan} drew nothing for sequence {of}")]
+    NothingDrawn {
+        /// Whose input.
+        seq: u64,
+        /// The plan named.
+        plan: u64,
+        /// The sequence named.
+        of: u64,
+    },
+    /// Parameters that no edge lets through.
+    #[error("sampling parameters of sequence {seq} out of range")]
+    Sampling {
+        /// Whose.
+        seq: u64,
+    },
+}
+
+/// What plans are checked against.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Limits {
+    /// Most rows.
+    pub max_num_seqs: usize,
+    /// Most input tokens.
+    pub max_num_batched_tokens: usize,
+    /// Longest sequence.
+    pub max_model_len: u32,
+    /// Tokens of a block.
+    pub block_size: u32,
+    /// Blocks of the arena.
+    pub capacity: u32,
+    /// Vocabulary size.
+    pub vocab_size: u32,
+}
+
+/// One row of a batch.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BatchRow {
+    /// Whose.
+    pub seq: u64,
+    /// Position of its first token.
+    pub start: u32,
+    /// Its part of [`Batch::tokens`].
+    pub tokens: Range<usize>,
+    /// Who draws from the logits of its last position.
+    pub samples: Vec<u64>,
+}
+
+impl BatchRow {
+    /// One past its last position: where a token drawn from it will stand.
+    pub fn end(&self) -> u32 {
+        self.start + self.tokens.len() as u32
+    }
+}
+
+/// A checked plan: what is computed.
+///
+/// Having one from [`check`] tells you: every block id is inside the arena, every position inside its sequence's table as the
+/// plan leaves it, every token inside the vocabulary, no slot is written twice, and the numbers are within [`Limits`]. An `end`
+/// of a sequence that is not known is no error: it says nothing that is not so.
+#[derive(Clone, PartialEq, Default, Debug)]
+pub struct Batch {
+    /// Input tokens, row after row.
+    pub tokens: Vec<u32>,
+    /// The position of each.
+    pub positions: Vec<u32>,
+    /// In the order of the plan.
+    pub rows: Vec<BatchRow>,
+    /// Rows that cannot be computed: an input is a token whose own row failed.
+    pub failed: Vec<Row>,
+}
+
+/// Checks a plan and lays it out.
+///
+/// # Errors
+/// [`PlanError`]; `sequences` is only read.
+pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batch, PlanError> {
+    if plan.rows.len() > limits.max_num_seqs {
+        return Err(PlanError::Rows { rows: plan.rows.len(), most: limits.max_num_seqs });
+    }
+    let inputs: usize = plan.rows.iter().map(|row| row.inputs.len()).sum();
+    if inputs > limits.max_num_batched_tokens {
+        return Err(PlanError::Inputs { tokens: inputs, most: limits.max_num_batched_tokens });
+    }
+    let mut begun = HashSet::new();
+    for begin in &plan.begin {
+        once(&mut begun, begin.seq, "begin")?;
+        check_sampling(begin.seq, &begin.sampling)?;
+    }
+    for copy in &plan.copies {
+        check_copy(copy, limits)?;
+    }
+
+    let mut batch = Batch::default();
+    batch.tokens.reserve(inputs);
+    batch.positions.reserve(inputs);
+    let (mut with_row, mut with_sample) = (HashSet::new(), HashSet::new());
+    let mut written = Vec::new();
+    for row in &plan.rows {
+        once(&mut with_row, row.seq, "row")?;
+        let base = match sequences.get(row.seq) {
+            _ if begun.contains(&row.seq) => &[],
+            Some(sequence) => sequence.table.as_slice(),
+            None => return Err(PlanError::UnknownSequence { seq: row.seq }),
+        };
+        check_positions(row, base, limits, &mut written)?;
+        for &seq in &row.samples {
+            if !begun.contains(&seq) && sequences.get(seq).is_none() {
+                return Err(PlanError::UnknownSequence { seq });
+            }
+            once(&mut with_sample, seq, "sample")?;
+        }
+        lay_out(row, plan.id, sequences, limits, &mut batch)?;
+    }
+    check_overlap(written)?;
+    Ok(batch)
+}
+
+/// Checks what a resync brings.
+///
+/// # Errors
+/// [`PlanError`].
+pub fn check_states(states: &[SequenceState], limits: &Limits) -> Result<(), PlanError> {
+    let mut seen = HashSet::new();
+    for state in states {
+        once(&mut seen, state.seq, "state")?;
+        check_sampling(state.seq, &state.sampling)?;
+        check_blocks(&state.blocks, limits)?;
+    }
+    Ok(())
+}
+
+fn once(seen: &mut HashSet<u64>, seq: u64, what: &'static str) -> Result<(), PlanError> {
+    if seen.insert(seq) { Ok(()) } else { Err(PlanError::Twice { seq, what }) }
+}
+
+fn check_sampling(seq: u64, s: &pagedd_wire::Sampling) -> Result<(), PlanError> {
+    let sane = s.temperature.is_finite()
+        && s.temperature >= 0.0
+        && s.top_p > 0.0
+        && s.top_p <= 1.0
+        && s.top_k != Some(0);
+    if sane { Ok(()) } else { Err(PlanError::Sampling { seq }) }
+}
+
+fn check_blocks(blocks: &[u32], limits: &Limits) -> Result<(), PlanError> {
+    match blocks.iter().find(|&&block| block >= limits.capacity) {
+        Some(&block) => Err(PlanError::Block { block, capacity: limits.capacity }),
+        None => Ok(()),
+    }
+}
+
+fn check_copy(copy: &BlockCopy, limits: &Limits) -> Result<(), PlanError> {
+    let &BlockCopy { from, to, tokens } = copy;
+    check_blocks(&[from, to], limits)?;
+    if from == to || tokens > limits.block_size {
+        return Err(PlanError::Copy { tokens, from, to });
+    }
+    Ok(())
+}
+
+/// One row's table and positions; the slots it writes are added to `written` as (block, first offset, one past the last).
+fn check_positions(
+    row: &Row,
+    base: &[u32],
+    limits: &Limits,
+    written: &mut Vec<(u32, u32, u32)>,
+) -> Result<(), PlanError> {
+    let seq = row.seq;
+    let from = row.table.from as usize;
+    if from > base.len() {
+        return Err(PlanError::TableHole { seq, len: base.len(), from });
+    }
+    check_blocks(&row.table.blocks, limits)?;
+    if row.inputs.is_empty() {
+        return Err(PlanError::EmptyRow { seq });
+    }
+    let (start, end) = (u64::from(row.start), u64::from(row.start) + row.inputs.len() as u64);
+    let size = u64::from(limits.block_size);
+    let blocks = from + row.table.blocks.len();
+    if end > u64::from(limits.max_model_len) {
+        return Err(PlanError::BeyondContext { seq, end, limit: limits.max_model_len.into() });
+    }
+    if end > blocks as u64 * size {
+        return Err(PlanError::BeyondTable { seq, end, blocks, limit: blocks as u64 * size });
+    }
+    // [start, end) in blocks [start / size, end / size], rounded up.
+    for index in start / size..end.div_ceil(size) {
+        let at = index as usize;
+        let block = if at < from { base[at] } else { row.table.blocks[at - from] };
+        let first = start.saturating_sub(index * size) as u32;
+        let last = (end - index * size).min(size) as u32;
+        written.push((block, first, last));
+    }
+    Ok(())
+}
+
+fn check_overlap(mut written: Vec<(u32, u32, u32)>) -> Result<(), PlanError> {
+    written.sort_unstable();
+    for pair in written.windows(2) {
+        let (block, _, last) = pair[0];
+        let (next, first, _) = pair[1];
+        if block == next && first < last {
+            return Err(PlanError::Overlap { block, offset: first });
+        }
+    }
+    Ok(())
+}
+
+/// Adds a row's tokens to the batch, or the row to the failed ones.
+fn lay_out(
+    row: &Row,
+    plan: u64,
+    sequences: &Sequences,
+    limits: &Limits,
+    batch: &mut Batch,
+) -> Result<(), PlanError> {
+    let first = batch.tokens.len();
+    let mut computable = true;
+    for &input in &row.inputs {
+        let token = match input {
+            Input::Known(token) => token,
+            Input::Sampled { plan: of_plan, seq: of } => {
+                let draw = if of_plan < plan { sequences.drawn(of_plan, of) } else { None };
+                match draw {
+                    Some(Draw::Token(token)) => token,
+                    Some(Draw::Failed) => {
+                        computable = false;
+                        continue;
+                    }
+                    None => return Err(PlanError::NothingDrawn { seq: row.seq, plan: of_plan, of }),
+                }
+            }
+        };
+        if token >= limits.vocab_size {
+            return Err(PlanError::Token { seq: row.seq, token, vocab: limits.vocab_size });
+        }
+        batch.tokens.push(token);
+    }
+    if computable {
+        batch.positions.extend((row.start..).take(row.inputs.len()));
+        batch.rows.push(BatchRow {
+            seq: row.seq,
+            start: row.start,
+            tokens: first..batch.tokens.len(),
+            samples: row.samples.clone(),
+        });
+    } else {
+        batch.tokens.truncate(first);
+        batch.failed.push(row.clone());
+    }
+    Ok(())
+}
+
+/// The sequence-side effect of a checked plan, before anything is computed.
+pub fn apply(plan: &Plan, sequences: &mut Sequences) {
+    for begin in &plan.begin {
+        sequences.begin(begin);
+    }
+    for row in &plan.rows {
+        sequences.update_table(row.seq, row.table.from as usize, &row.table.blocks);
+    }
+}
+
+/// The table of a row, as [`apply`] left it.
+pub fn table<'a>(sequences: &'a Sequences, row: &BatchRow) -> &'a [u32] {
+    sequences.get(row.seq).map_or(&[], |Sequence { table, .. }| table)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,210 @@
+//! From a model file into the weights arena.
+//!
+//! **Owns** reading and packing, in parallel and with bounded scratch memory. **Never** computes with a weight.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
+
+use pagedd_kernels::{MatrixLayout, PANEL_ROWS, dequantize, pack};
+use pagedd_model::{ModelError, ModelSource, TensorInfo, TensorRole};
+
+use crate::arena::ArenaError;
+use crate::memory::KvSizeError;
+use crate::weights::{Places, PlacesError};
+
+/// Bytes of a tensor that one thread reads at a time, as far as whole panels allow.
+const CHUNK: usize = 1 << 20;
+
+/// The model cannot be loaded.
+#[derive(thiserror::Error, Debug)]
+pub enum LoadError {
+    /// The file is damaged, or describes what is not served.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The file lacks a tensor.
+    #[error(transparent)]
+    Places(#[from] PlacesError),
+    /// A setting that no model can be run with.
+    #[error("{key}: {problem}")]
+    Setting {
+        /// Which.
+        key: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// There is not enough memory for the weights.
+    #[error("weights of {wanted} bytes, {available} bytes of memory are available")]
+    NoMemory {
+        /// Bytes of the arena.
+        wanted: u64,
+        /// What there is.
+        available: u64,
+    },
+    /// There is not enough memory for KV, or its size makes no sense.
+    #[error(transparent)]
+    KvSize(#[from] KvSizeError),
+    /// The system gave no memory.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    /// The daemon is gone; nobody waits for the model.
+    #[error("loading was given up")]
+    GivenUp,
+}
+
+impl LoadError {
+    /// Whether another try could end otherwise.
+    pub fn retry(&self) -> bool {
+        match self {
+            Self::NoMemory { .. } | Self::Arena(_) | Self::GivenUp => true,
+            Self::KvSize(error) => matches!(error, KvSizeError::TooLarge { .. }),
+            Self::Model(ModelError::Io { .. }) => true,
+            Self::Model(_) | Self::Places(_) | Self::Setting { .. } => false,
+        }
+    }
+}
+
+/// Rows of one tensor, and the bytes of the arena that they are packed into.
+struct Job<'a> {
+    tensor: &'a TensorInfo,
+    /// `[first, first + rows)` of the tensor.
+    first: usize,
+    rows: usize,
+    into: Into<'a>,
+}
+
+enum Into<'a> {
+    /// Whole panels of a matrix, from the panel of row `first_row` of the matrix on.
+    Panels { layout: MatrixLayout, first_row: usize, bytes: &'a mut [u8] },
+    /// float32 values.
+    Floats(&'a mut [u8]),
+}
+
+/// Reads every tensor and packs it into `arena`, on `threads` threads. `progress` is told per mille and says whether to go on.
+///
+/// # Errors
+/// [`LoadError`]; `arena` then holds a part of the weights.
+pub fn fill(
+    source: &ModelSource,
+    places: &Places,
+    arena: &mut [u8],
+    threads: usize,
+    progress: &mut dyn FnMut(u32) -> bool,
+) -> Result<(), LoadError> {
+    let jobs = jobs(source, places, arena)?;
+    let total: usize = jobs.iter().map(Job::source_bytes).sum();
+    let queue = Mutex::new(jobs.into_iter());
+    let stop = AtomicBool::new(false);
+    let (done, told) = sync_channel(64);
+    let mut go_on = progress(0);
+    let results = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads)
+            .map(|_| {
+                let (queue, stop, done) = (&queue, &stop, done.clone());
+                scope.spawn(move || work(source, queue, stop, &done))
+            })
+            .collect();
+        drop(done);
+        let mut read = 0;
+        for bytes in told {
+            read += bytes;
+            go_on = go_on && progress((read as u64 * 1000 / total.max(1) as u64) as u32);
+            if !go_on {
+                stop.store(true, Ordering::Relaxed);
+            }
+        }
+        threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect::<Vec<_>>()
+    });
+    for result in results {
+        result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+    }
+    if go_on { Ok(()) } else { Err(LoadError::GivenUp) }
+}
+
+fn work(
+    source: &ModelSource,
+    queue: &Mutex<std::vec::IntoIter<Job<'_>>>,
+    stop: &AtomicBool,
+    done: &SyncSender<usize>,
+) -> Result<(), LoadError> {
+    let (mut bytes, mut floats) = (Vec::new(), Vec::new());
+    while !stop.load(Ordering::Relaxed) {
+        // The guard must not live as long as the job runs.
+        let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let Some(job) = job else { break };
+        let read = job.source_bytes();
+        if let Err(error) = job.run(source, &mut bytes, &mut floats) {
+            stop.store(true, Ordering::Relaxed);
+            return Err(error);
+        }
+        // The receiver outlives this thread; were it gone, nobody would want to know.
+        let _ = done.send(read);
+    }
+    Ok(())
+}
+
+impl Job<'_> {
+    fn source_bytes(&self) -> usize {
+        self.rows * self.tensor.row_bytes()
+    }
+
+    fn run(self, source: &ModelSource, bytes: &mut Vec<u8>, floats: &mut Vec<f32>) -> Result<(), LoadError> {
+        bytes.resize(self.source_bytes(), 0);
+        source.read_rows(self.tensor, self.first..self.first + self.rows, bytes)?;
+        match self.into {
+            Into::Panels { layout, first_row, bytes: into } => {
+                pack(&layout, self.tensor.ty, bytes, first_row, into);
+            }
+            Into::Floats(into) => {
+                floats.resize(self.rows * self.tensor.columns, 0.0);
+                dequantize(self.tensor.ty, bytes, floats);
+                for (to, from) in into.chunks_exact_mut(size_of::<f32>()).zip(&*floats) {
+                    to.copy_from_slice(&from.to_le_bytes());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Cuts the arena into the pieces that each job writes, in the order of the arena.
+fn jobs<'a>(source: &'a ModelSource, places: &Places, arena: &'a mut [u8]) -> Result<Vec<Job<'a>>, LoadError> {
+    let mut pieces = Vec::new();
+    let tensor = |role: TensorRole| source.tensor(role).ok_or(PlacesError::Missing(role));
+    for matrix in places.matrices() {
+        for &(role, first_row) in &matrix.parts {
+            let tensor = tensor(role)?;
+            let step = (CHUNK / tensor.row_bytes().max(1)).next_multiple_of(PANEL_ROWS);
+            for first in (0..tensor.rows).step_by(step) {
+                let rows = step.min(tensor.rows - first);
+                let first_row = first_row + first;
+                let range = matrix.layout.range(first_row, rows);
+                pieces.push((matrix.at + range.start, range.len(), tensor, first, rows, Some((matrix.layout, first_row))));
+            }
+        }
+    }
+    for vector in places.vectors() {
+        for &(role, first) in &vector.parts {
+            let tensor = tensor(role)?;
+            let size = size_of::<f32>();
+            pieces.push((vector.at + first * size, tensor.columns * size, tensor, 0, 1, None));
+        }
+    }
+    pieces.sort_by_key(|piece| piece.0);
+
+    let (mut rest, mut at) = (arena, 0);
+    let mut jobs = Vec::with_capacity(pieces.len());
+    for (start, len, tensor, first, rows, panels) in pieces {
+        let (piece, after) = std::mem::take(&mut rest)
+            .split_at_mut_checked(start - at + len)
+            .ok_or(PlacesError::Overflow(tensor.role))?;
+        let bytes = &mut piece[start - at..];
+        (rest, at) = (after, start + len);
+        let into = match panels {
+            Some((layout, first_row)) => Into::Panels { layout, first_row, bytes },
+            None => Into::Floats(bytes),
+        };
+        jobs.push(Job { tensor, first, rows, into });
+    }
+    Ok(jobs)
+}

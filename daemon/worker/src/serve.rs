@@ -1,0 +1,158 @@
+//! The protocol loop of the worker process.
+//!
+//! **Owns** the conversation with the daemon. **Never** computes: that is [`ModelRunner`]'s.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
+
+use pagedd_wire::worker::{Arena, FromWorker, Hello, ToWorker};
+use pagedd_wire::{Channel, ChannelError, PROTOCOL};
+
+use crate::batch::PlanError;
+use crate::load::LoadError;
+use crate::runner::{Fds, ModelRunner};
+
+/// Why the worker ends other than by being told to.
+#[derive(thiserror::Error, Debug)]
+pub enum ServeError {
+    /// The daemon speaks another version, or does not begin with `Hello`.
+    #[error("the daemon does not speak this worker's protocol: {0}")]
+    Protocol(String),
+    /// The model could not be loaded.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// A plan that must not be run.
+    #[error("plan {plan}: {error}")]
+    Plan {
+        /// Its id.
+        plan: u64,
+        /// What is wrong with it.
+        error: PlanError,
+    },
+    /// A resync that contradicts the arenas.
+    #[error("resync: {0}")]
+    Resync(PlanError),
+    /// A bug of this program.
+    #[error("internal error while {0}; the log of the worker names the place")]
+    Panic(&'static str),
+    /// The socket broke.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+}
+
+impl ServeError {
+    /// Whether a new worker with the same `Hello` could do better.
+    fn retry(&self) -> bool {
+        match self {
+            Self::Load(error) => error.retry(),
+            Self::Panic(_) | Self::Channel(_) => true,
+            Self::Protocol(_) | Self::Plan { .. } | Self::Resync(_) => false,
+        }
+    }
+}
+
+/// Serves one daemon until it closes the socket or says `Shutdown`.
+///
+/// # Errors
+/// [`ServeError`], after the daemon was told by [`FromWorker::Failed`] as far as the socket still allows.
+pub fn serve(channel: &mut Channel) -> Result<(), ServeError> {
+    let result = converse(channel);
+    match result {
+        Ok(()) | Err(ServeError::Channel(ChannelError::Closed)) => Ok(()),
+        Err(error) => {
+            let failed = FromWorker::Failed { error: one_line(&error.to_string()), retry: error.retry() };
+            if let Err(unsent) = channel.send(&failed, &[]) {
+                tracing::warn!(%unsent, "the daemon could not be told of the failure");
+            }
+            Err(error)
+        }
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.split('\n').map(str::trim).collect::<Vec<_>>().join("; ")
+}
+
+fn converse(channel: &mut Channel) -> Result<(), ServeError> {
+    let hello = match channel.recv()? {
+        ToWorker::Hello(hello) => hello,
+        ToWorker::Shutdown => return Ok(()),
+        ToWorker::Resync(_) | ToWorker::Plan(_) => {
+            return Err(ServeError::Protocol("the first frame is no hello".to_owned()));
+        }
+    };
+    let mut runner = start(channel, &hello)?;
+    loop {
+        match channel.recv()? {
+            ToWorker::Plan(plan) => {
+                let output = guarded("running a plan", || runner.run(&plan))?
+                    .map_err(|error| ServeError::Plan { plan: plan.id, error })?;
+                channel.send(&FromWorker::Output(output), &[])?;
+            }
+            ToWorker::Resync(states) => runner.resync(states).map_err(ServeError::Resync)?,
+            ToWorker::Shutdown => return Ok(()),
+            ToWorker::Hello(_) => return Err(ServeError::Protocol("a second hello".to_owned())),
+        }
+    }
+}
+
+/// Loads the model and reports what was made, up to `Ready`.
+fn start(channel: &mut Channel, hello: &Hello) -> Result<ModelRunner, ServeError> {
+    let begin = Instant::now();
+    if hello.protocol != PROTOCOL {
+        let text = format!("it has version {}, this worker {PROTOCOL}", hello.protocol);
+        return Err(ServeError::Protocol(text));
+    }
+    let fds =
+        Fds { weights: take_fd(channel, hello.weights_fd)?, kv: take_fd(channel, hello.kv_fd)? };
+    let mut told = None;
+    let mut gone = None;
+    let loaded = guarded("loading the model", || {
+        ModelRunner::load(hello, fds, &mut |permille| {
+            // One frame per per cent: enough for a progress bar, and for the daemon to see that loading goes on.
+            if told.is_none_or(|told| permille >= told + 10) {
+                told = Some(permille);
+                gone = channel.send(&FromWorker::Loading { permille }, &[]).err();
+            }
+            gone.is_none()
+        })
+    })?;
+    if let Some(error) = gone {
+        return Err(error.into());
+    }
+    let mut runner = loaded?;
+    for (arena, reused) in
+        [(Arena::Weights, runner.info().weights_reused), (Arena::Kv, runner.info().kv_reused)]
+    {
+        if !reused {
+            let memory = runner.arena(arena);
+            let bytes = memory.header().data_bytes + crate::arena::HEADER_BYTES as u64;
+            channel.send(&FromWorker::Arena { arena, bytes }, &[memory.as_fd()])?;
+        }
+    }
+    runner.set_load_time(begin.elapsed());
+    let info = runner.info().clone();
+    tracing::info!(
+        architecture = info.architecture,
+        blocks = info.blocks,
+        threads = info.threads,
+        kernels = info.kernels,
+        weights_reused = info.weights_reused,
+        kv_reused = info.kv_reused,
+        load_us = info.load_us,
+        "ready"
+    );
+    channel.send(&FromWorker::Ready(Box::new(info)), &[])?;
+    Ok(runner)
+}
+
+fn take_fd(channel: &mut Channel, announced: bool) -> Result<Option<OwnedFd>, ChannelError> {
+    if announced { channel.take_fd().map(Some) } else { Ok(None) }
+}
+
+/// Runs what must not take the process down silently: a panic becomes a failure that the daemon hears of. The value that
+/// panicked is never used again, as the worker ends.
+fn guarded<T>(what: &'static str, run: impl FnOnce() -> T) -> Result<T, ServeError> {
+    catch_unwind(AssertUnwindSafe(run)).map_err(|_| ServeError::Panic(what))
+}

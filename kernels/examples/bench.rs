@@ -1,0 +1,234 @@
+//! How fast the kernels are on this machine.
+//!
+//! Prints the read bandwidth, GMAC/s of products per format, rows and threads (with the weights' GB/s), and GB/s of KV of attention.
+//! The shapes are those of a 135M-parameter Llama: width 576, feed-forward 1536, vocabulary 49152. Medians; run it on a quiet machine.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use pagedd_core::{BlockId, TensorType};
+use pagedd_kernels::{
+    Activations, AttentionShape, Isa, KvElement, KvLayout, KvRow, Matrix, MatrixLayout, PackedType, Product,
+    SlotMapping, ThreadPool, attention, matmul_all, pack, rms_norm, silu_mul,
+};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let threads = std::thread::available_parallelism()?.get();
+    println!("best instruction set {}, {threads} threads", Isa::detect());
+    for threads in counts(threads) {
+        bandwidth(&ThreadPool::new(threads, None)?);
+    }
+    for isa in [Isa::Avx2, Isa::Avx512Vnni].into_iter().filter(|isa| isa.usable() == *isa) {
+        for threads in counts(threads) {
+            let pool = ThreadPool::new(threads, None)?;
+            println!("\n{isa}, {threads} threads: GMAC/s (weights GB/s)");
+            println!("{:10} {:>16} {:>16} {:>16} {:>16} {:>16} {:>16}", "rows", 1, 4, 8, 16, 32, 128);
+            for ty in [TensorType::Q4_1, TensorType::Q8_0, TensorType::Q6_K, TensorType::F16, TensorType::F32]
+            {
+                products(&pool, isa, ty)?;
+            }
+            heads(&pool, isa)?;
+            decode(&pool, isa)?;
+            prompt(&pool, isa)?;
+            small(&pool, isa)?;
+        }
+    }
+    Ok(())
+}
+
+fn counts(most: usize) -> Vec<usize> {
+    if most > 1 { vec![1, most] } else { vec![1] }
+}
+
+/// Median seconds of `runs` runs.
+fn median(runs: usize, mut run: impl FnMut()) -> f64 {
+    run();
+    let mut times: Vec<f64> = (0..runs)
+        .map(|_| {
+            let start = Instant::now();
+            run();
+            start.elapsed().as_secs_f64()
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[runs / 2]
+}
+
+fn bandwidth(pool: &ThreadPool) {
+    let data = vec![1_u64; 32 << 20];
+    let seconds = median(7, || {
+        pool.run(&|index, of| {
+            let part = data.len() / of;
+            let mut lanes = [0_u64; 16];
+            for x in data[index * part..(index + 1) * part].as_chunks::<16>().0 {
+                lanes.iter_mut().zip(x).for_each(|(lane, x)| *lane ^= x);
+            }
+            black_box(lanes);
+        });
+    });
+    println!(
+        "reads of 256 MiB, {} threads: {:.1} GB/s",
+        pool.threads(),
+        data.len() as f64 * 8.0 / seconds / 1e9
+    );
+}
+
+/// Bytes that are valid blocks of `ty` (any bytes are, once scales are finite).
+fn file_bytes(ty: TensorType, elements: usize) -> Vec<u8> {
+    let mut bytes = vec![0x31; elements / ty.block_elements() * ty.block_bytes()];
+    bytes.iter_mut().enumerate().for_each(|(i, byte)| *byte = (i * 7 % 60) as u8);
+    bytes
+}
+
+/// Body of the model: 8 layers of its 7 matrices, so that no cache below the third level holds them.
+fn products(pool: &ThreadPool, isa: Isa, ty: TensorType) -> Result<(), Box<dyn std::error::Error>> {
+    // Q6_K rows are whole blocks of 256.
+    let (width, ffn) = if ty.block_elements() == 256 { (512, 1536) } else { (576, 1536) };
+    let shapes = [(width + 384, width), (width, width), (2 * ffn, width), (width, ffn)];
+    let packed = PackedType::for_source(ty, false);
+    let mut weights = Vec::new();
+    for _ in 0..30 {
+        for (rows, columns) in shapes {
+            let layout = MatrixLayout::new(packed, rows, columns)?;
+            let mut bytes = vec![0; layout.bytes()];
+            pack(&layout, ty, &file_bytes(ty, rows * columns), 0, &mut bytes)?;
+            weights.push((layout, bytes));
+        }
+    }
+    let bytes: usize = weights.iter().map(|(_, bytes)| bytes.len()).sum();
+    print!("{:10}", format!("{ty}"));
+    for rows in [1, 4, 8, 16, 32, 128] {
+        let x: Vec<f32> = (0..rows * ffn).map(|i| (i % 97) as f32 / 50.0 - 1.0).collect();
+        let mut narrow = Activations::new();
+        let mut wide = Activations::new();
+        narrow.set(pool, isa, &x[..rows * width], width, packed.activations())?;
+        wide.set(pool, isa, &x, ffn, packed.activations())?;
+        let mut out = vec![0.0; rows * 2 * ffn];
+        let seconds = median(if rows > 8 { 5 } else { 15 }, || {
+            for (layout, bytes) in &weights {
+                let Ok(weights) = Matrix::new(*layout, bytes) else { return };
+                let x = if layout.columns() == width { &narrow } else { &wide };
+                let product = Product { weights, out: &mut out, stride: layout.rows() };
+                let _ = matmul_all(pool, isa, x, &mut [product]);
+            }
+        });
+        let macs: usize = weights.iter().map(|(layout, _)| layout.rows() * layout.columns() * rows).sum();
+        print!(" {:>8.1} ({:>5.1})", macs as f64 / seconds / 1e9, bytes as f64 / seconds / 1e9);
+    }
+    println!();
+    Ok(())
+}
+
+/// The vocabulary's matrix.
+fn heads(pool: &ThreadPool, isa: Isa) -> Result<(), Box<dyn std::error::Error>> {
+    let ty = TensorType::Q8_0;
+    let layout = MatrixLayout::new(PackedType::for_source(ty, false), 49152, 576)?;
+    let mut bytes = vec![0; layout.bytes()];
+    pack(&layout, ty, &file_bytes(ty, 49152 * 576), 0, &mut bytes)?;
+    print!("{:10}", "head Q8_0");
+    for rows in [1, 4, 8, 16, 32] {
+        let x: Vec<f32> = (0..rows * 576).map(|i| (i % 97) as f32 / 50.0 - 1.0).collect();
+        let mut activations = Activations::new();
+        activations.set(pool, isa, &x, 576, layout.ty().activations())?;
+        let mut out = vec![0.0; rows * 49152];
+        let seconds = median(7, || {
+            let Ok(weights) = Matrix::new(layout, &bytes) else { return };
+            let product = Product { weights, out: &mut out, stride: 49152 };
+            let _ = matmul_all(pool, isa, &activations, &mut [product]);
+        });
+        print!(
+            " {:>8.1} ({:>5.1})",
+            (rows * 49152 * 576) as f64 / seconds / 1e9,
+            bytes.len() as f64 / seconds / 1e9
+        );
+    }
+    println!();
+    Ok(())
+}
+
+/// Decode attention: 1 and 32 sequences, 9 heads over 3 KV heads of 64, f16.
+fn decode(pool: &ThreadPool, isa: Isa) -> Result<(), Box<dyn std::error::Error>> {
+    let layout = KvLayout::new(1, 3, 64, 16, KvElement::F16)?;
+    for (sequences, context) in [(1, 1024), (1, 8192), (32, 512), (32, 2048)] {
+        let blocks = context / 16;
+        let capacity = (sequences * blocks) as u32;
+        let arena = vec![0_u8; layout.arena_bytes(capacity)?];
+        let tables: Vec<Vec<BlockId>> = (0..sequences)
+            .map(|s| {
+                (0..blocks)
+                    .map(|b| BlockId(((b * 7919 + s * blocks) % (sequences * blocks)) as u32))
+                    .collect()
+            })
+            .collect();
+        let rows: Vec<KvRow<'_>> = tables
+            .iter()
+            .map(|table| KvRow { first_position: context as u32 - 1, tokens: 1, table })
+            .collect();
+        let mapping = SlotMapping::new(&layout, capacity, &rows)?;
+        let q = vec![0.5; sequences * 9 * 64];
+        let mut out = vec![0.0; q.len()];
+        let shape = AttentionShape { heads: 9, scale: 0.125 };
+        let seconds = median(15, || {
+            let _ = attention(pool, isa, shape, &mapping, 0, &q, &arena, &mut out);
+        });
+        let bytes = sequences * context * 2 * 3 * 64 * 2;
+        println!(
+            "attention, {sequences} x context {context}: {:.1} GB/s of KV, {:.1} us, {:.1} GMAC/s",
+            bytes as f64 / seconds / 1e9,
+            seconds * 1e6,
+            (sequences * context * 2 * 9 * 64) as f64 / seconds / 1e9
+        );
+    }
+    Ok(())
+}
+
+/// Attention of one prompt.
+fn prompt(pool: &ThreadPool, isa: Isa) -> Result<(), Box<dyn std::error::Error>> {
+    let layout = KvLayout::new(1, 3, 64, 16, KvElement::F16)?;
+    for tokens in [512_u32, 2048] {
+        let table: Vec<BlockId> = (0..tokens / 16).map(BlockId).collect();
+        let arena = vec![0_u8; layout.arena_bytes(tokens / 16)?];
+        let mapping =
+            SlotMapping::new(&layout, tokens / 16, &[KvRow { first_position: 0, tokens, table: &table }])?;
+        let q = vec![0.5; tokens as usize * 9 * 64];
+        let mut out = vec![0.0; q.len()];
+        let shape = AttentionShape { heads: 9, scale: 0.125 };
+        let seconds = median(5, || {
+            let _ = attention(pool, isa, shape, &mapping, 0, &q, &arena, &mut out);
+        });
+        let macs = f64::from(tokens) * f64::from(tokens) * 9.0 * 64.0;
+        println!(
+            "attention, prompt of {tokens}: {:.1} GMAC/s, {:.2} ms",
+            macs / seconds / 1e9,
+            seconds * 1e3
+        );
+    }
+    Ok(())
+}
+
+/// What runs between products, for a prompt of 512 tokens.
+fn small(pool: &ThreadPool, isa: Isa) -> Result<(), Box<dyn std::error::Error>> {
+    let rows = 512;
+    let x: Vec<f32> = (0..rows * 1536).map(|i| (i % 97) as f32 / 50.0 - 1.0).collect();
+    let mut out = vec![0.0; rows * 1536];
+    let weight = vec![1.0; 576];
+    let norm = median(9, || {
+        let _ = rms_norm(pool, &x[..rows * 576], &weight, 1e-5, &mut out[..rows * 576]);
+    });
+    let silu = median(9, || {
+        let _ = silu_mul(pool, &mut out, &x);
+    });
+    let mut activations = Activations::new();
+    let quantise = median(9, || {
+        let _ = activations.set(pool, isa, &x, 1536, pagedd_kernels::ActivationKind::Int8);
+    });
+    let empty = median(999, || pool.run(&|_, _| ()));
+    println!(
+        "512 rows: norm {:.0} us, silu {:.0} us, quantise 1536 {:.0} us; empty task {:.2} us",
+        norm * 1e6,
+        silu * 1e6,
+        quantise * 1e6,
+        empty * 1e6
+    );
+    Ok(())
+}

@@ -1,0 +1,95 @@
+//! Which instructions the kernels use.
+
+use std::fmt;
+
+/// An instruction set that kernels are written for.
+///
+/// Every kernel asks [`Isa::usable`] before it runs special instructions, so a value that this processor does not have is safe to
+/// pass: it runs as the best that is there.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Isa {
+    /// Plain Rust.
+    Portable,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW and VNNI, and everything of [`Isa::Avx2`].
+    Avx512Vnni,
+}
+
+impl Isa {
+    /// Every set, plain first.
+    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512Vnni];
+
+    /// The best set of this processor.
+    #[must_use]
+    pub fn detect() -> Self {
+        Self::Avx512Vnni.usable()
+    }
+
+    /// This set, or the best below it where this processor lacks it.
+    #[must_use]
+    pub fn usable(self) -> Self {
+        if self >= Self::Avx512Vnni && has_avx512_vnni() {
+            Self::Avx512Vnni
+        } else if self >= Self::Avx2 && has_avx2() {
+            Self::Avx2
+        } else {
+            Self::Portable
+        }
+    }
+
+    /// The name shown in logs and status.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512Vnni => "avx512-vnni",
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx512_vnni() -> bool {
+    has_avx2()
+        && is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vnni")
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_avx2() -> bool {
+    false
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn has_avx512_vnni() -> bool {
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_usable_set_is_never_better_than_the_one_asked_for() {
+        for isa in Isa::ALL {
+            assert!(isa.usable() <= isa, "{isa} became {}", isa.usable());
+            assert!(isa.usable() <= Isa::detect());
+            assert_eq!(isa.usable().usable(), isa.usable());
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! The product in plain Rust.
+
+use half::{bf16, f16};
+
+use crate::cpu::activations::{Activations, Block};
+use crate::cpu::packed::{GROUP, PANEL, PackedType};
+
+/// Products of one panel with all rows of `x`.
+pub(super) fn panel(
+    ty: PackedType,
+    bytes: &[u8],
+    x: &Activations,
+    mut store: impl FnMut(usize, &[f32; PANEL]),
+) {
+    let units = bytes.chunks_exact(ty.unit_bytes());
+    for row in 0..x.rows() {
+        let units = units.clone();
+        let mut acc = [0.0; PANEL];
+        match ty {
+            PackedType::F32 | PackedType::F16 | PackedType::BF16 => {
+                for (&x, unit) in x.floats(row).iter().zip(units) {
+                    let weights = column(ty, unit);
+                    for (acc, weight) in acc.iter_mut().zip(weights) {
+                        *acc = fused(weight, x, *acc);
+                    }
+                }
+            }
+            PackedType::Q4G32 | PackedType::Q8G32 | PackedType::Q8G32Min | PackedType::Q8G16 => {
+                for ((codes, block), unit) in x.codes(row).iter().zip(x.blocks(row)).zip(units) {
+                    group(ty, unit, codes, block, &mut acc);
+                }
+            }
+        }
+        store(row, &acc);
+    }
+}
+
+/// `a * b + c`, rounded once where the processor does that as fast as twice.
+#[inline(always)]
+pub(in crate::cpu) fn fused(a: f32, b: f32, c: f32) -> f32 {
+    if cfg!(any(target_arch = "aarch64", target_feature = "fma")) { a.mul_add(b, c) } else { a * b + c }
+}
+
+fn column(ty: PackedType, unit: &[u8]) -> [f32; PANEL] {
+    match ty {
+        PackedType::F32 => {
+            let elements = unit.as_chunks::<4>().0;
+            std::array::from_fn(|lane| f32::from_le_bytes(elements[lane]))
+        }
+        PackedType::F16 => halves(unit),
+        _ => {
+            let elements = unit.as_chunks::<2>().0;
+            std::array::from_fn(|lane| bf16::from_le_bytes(elements[lane]).to_f32())
+        }
+    }
+}
+
+fn halves(bytes: &[u8]) -> [f32; PANEL] {
+    let elements = bytes.as_chunks::<2>().0;
+    std::array::from_fn(|lane| f16::from_le_bytes(elements[lane]).to_f32())
+}
+
+fn group(ty: PackedType, unit: &[u8], x: &[i32; 8], block: &Block, acc: &mut [f32; PANEL]) {
+    let scales = &unit[if ty == PackedType::Q4G32 { PANEL * GROUP / 2 } else { PANEL * GROUP }..];
+    let first = halves(scales);
+    if ty == PackedType::Q8G16 {
+        let last = halves(&scales[2 * PANEL..]);
+        for (half, scales) in [first, last].iter().enumerate() {
+            let (dots, sums) = integers(ty, unit, x, 4 * half..4 * half + 4);
+            let minima = scales.map(|scale| scale * -128.0);
+            accumulate(&dots, &sums, scales, &minima, block, block.halves[half], acc);
+        }
+    } else {
+        let (dots, sums) = integers(ty, unit, x, 0..8);
+        let minima = if ty == PackedType::Q8G32 {
+            first.map(|scale| scale * -128.0)
+        } else {
+            halves(&scales[2 * PANEL..])
+        };
+        accumulate(&dots, &sums, &first, &minima, block, block.sum, acc);
+    }
+}
+
+/// `Σ code·a.code` and `Σ code` per lane, over words `words` of 4 columns.
+fn integers(
+    ty: PackedType,
+    unit: &[u8],
+    x: &[i32; 8],
+    words: std::ops::Range<usize>,
+) -> ([i32; PANEL], [i32; PANEL]) {
+    let (mut dots, mut sums) = ([0; PANEL], [0; PANEL]);
+    for word in words {
+        let x = x[word].to_le_bytes().map(|byte| i32::from(byte as i8));
+        let (at, shift, mask) =
+            if ty == PackedType::Q4G32 { (word / 2 * 64, word % 2 * 4, 15) } else { (word * 64, 0, 255) };
+        let lanes = unit[at..at + 64].as_chunks::<4>().0;
+        for ((dot, sum), lane) in dots.iter_mut().zip(&mut sums).zip(lanes) {
+            for (x, byte) in x.iter().zip(lane) {
+                let code = i32::from(byte >> shift & mask);
+                *dot += x * code;
+                *sum += code;
+            }
+        }
+    }
+    (dots, sums)
+}
+
+fn accumulate(
+    dots: &[i32; PANEL],
+    sums: &[i32; PANEL],
+    scales: &[f32; PANEL],
+    minima: &[f32; PANEL],
+    block: &Block,
+    sum: f32,
+    acc: &mut [f32; PANEL],
+) {
+    for lane in 0..PANEL {
+        let inner = fused(dots[lane] as f32, block.scale, sums[lane] as f32 * block.zero);
+        acc[lane] = fused(minima[lane], sum, fused(scales[lane], inner, acc[lane]));
+    }
+}

@@ -1,0 +1,49 @@
+//! Loads and stores of vectors through references, whose type proves the length.
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::{
+    __m128i, __m256, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_ps, _mm256_loadu_si256,
+    _mm256_storeu_ps, _mm512_loadu_si512, _mm512_storeu_ps,
+};
+
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(crate) fn load_i128(bytes: &[u8; 16]) -> __m128i {
+    // SAFETY: the reference proves 16 readable bytes; the load needs no alignment.
+    unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(crate) fn load_i256(bytes: &[u8; 32]) -> __m256i {
+    // SAFETY: the reference proves 32 readable bytes; the load needs no alignment.
+    unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn load_i512(bytes: &[u8; 64]) -> __m512i {
+    // SAFETY: the reference proves 64 readable bytes; the load needs no alignment.
+    unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(crate) fn load_f32x8(values: &[f32; 8]) -> __m256 {
+    // SAFETY: the reference proves 8 readable values; the load needs no more alignment than they have.
+    unsafe { _mm256_loadu_ps(values.as_ptr()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(crate) fn store_f32x8(vector: __m256, values: &mut [f32; 8]) {
+    // SAFETY: the reference proves 8 writable values; the store needs no more alignment than they have.
+    unsafe { _mm256_storeu_ps(values.as_mut_ptr(), vector) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn store_f32x16(vector: __m512, values: &mut [f32; 16]) {
+    // SAFETY: the reference proves 16 writable values; the store needs no more alignment than they have.
+    unsafe { _mm512_storeu_ps(values.as_mut_ptr(), vector) }
+}

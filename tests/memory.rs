@@ -1,0 +1,114 @@
+//! Memory: nothing leaks, the daemon is small, and no tenant's text is in it.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+
+use pagedd_tests::daemon::{Daemon, Site, Tenant, smollm2_yaml};
+use pagedd_tests::process::Memory;
+use pagedd_tests::random::Random;
+use serde_json::json;
+
+/// Largest resident size of the daemon.
+const DAEMON_LIMIT_KIB: u64 = 40 << 10;
+
+/// Sends `count` short requests, of which about a third is cancelled at random places, sixteen at a time over both tenants.
+fn requests(tenants: &[Tenant; 2], count: u32, seed: u64) {
+    let next = AtomicU32::new(0);
+    thread::scope(|scope| {
+        for worker in 0..16u64 {
+            let next = &next;
+            scope.spawn(move || {
+                let mut random = Random::new(seed * 1000 + worker);
+                while next.fetch_add(1, Ordering::Relaxed) < count {
+                    one(&tenants[random.below(2) as usize], &mut random);
+                }
+            });
+        }
+    });
+}
+
+fn one(tenant: &Tenant, random: &mut Random) {
+    // 40 prompts, so that some are found in the cache.
+    let ids: Vec<u64> = (0..4 + random.below(4)).map(|i| 300 + random.below(10) * 97 + i).collect();
+    let body = json!({"model": "smollm2", "prompt": ids, "max_tokens": 1 + random.below(3), "n": 1 + random.below(2), "stream": true});
+    let incoming = tenant.http.stream("/v1/completions", &[], &body);
+    let mut events = incoming.events();
+    if random.below(3) == 0 {
+        for _ in 0..random.below(3) {
+            events.next();
+        }
+        events.leave();
+    } else {
+        assert_eq!(events.last().map(|e| e.data), Some("[DONE]".to_owned()));
+    }
+}
+
+fn memories(daemon: &Daemon) -> BTreeMap<(u32, String), Memory> {
+    daemon.processes().iter().map(|p| ((p.pid, p.name.clone()), p.memory())).collect()
+}
+
+#[test]
+fn two_thousand_requests_with_random_cancels_leave_memory_and_blocks_as_they_were() {
+    let daemon = Site::new(&smollm2_yaml()).start();
+    let tenants = [daemon.add_tenant("acme", "20%", "60%"), daemon.add_tenant("globex", "20%", "60%")];
+    requests(&tenants, 500, 1);
+    daemon.wait_idle();
+    let early = memories(&daemon);
+    requests(&tenants, 1500, 2);
+    daemon.wait_idle();
+    let late = memories(&daemon);
+
+    let model = daemon.model();
+    let number = |name: &str| model[name].as_u64().unwrap_or_else(|| panic!("{name}: {model}"));
+    assert_eq!(number("blocks_held"), 0, "{model}");
+    assert_eq!(number("blocks_free") + number("blocks_cached"), number("blocks_total"), "{model}");
+    let cached: u64 = tenants
+        .iter()
+        .map(|t| daemon.tenant_info(&t.name)["share"]["cached_blocks"].as_u64().expect("cached_blocks"))
+        .sum();
+    assert_eq!(cached, number("blocks_cached"), "{model}");
+
+    assert_eq!(early.keys().collect::<Vec<_>>(), late.keys().collect::<Vec<_>>(), "a process was replaced");
+    for (process, before) in &early {
+        let (before, after) = (before.own_kib(), late[process].own_kib());
+        println!("{process:?}: RssAnon + RssShmem {before} KiB after 500 requests, {after} KiB after 2,000");
+    }
+    for (process, before) in &early {
+        let (before, after) = (before.own_kib(), late[process].own_kib());
+        assert!(before.abs_diff(after) * 50 <= before, "{process:?}: {before} KiB, then {after} KiB");
+    }
+    daemon.stop();
+}
+
+#[test]
+fn the_daemon_stays_under_40_mb_and_never_holds_a_tenants_text() {
+    let daemon = Site::new(&smollm2_yaml()).start();
+    let acme = daemon.add_tenant("acme", "0%", "100%");
+    // Put together here, so that no command line or file of the test holds it.
+    let canary = ["zq", "canary", "7f3a", "wren"].join("-");
+    let prompt = format!("My password is {canary} and I will repeat it: {canary}");
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| acme.complete(&prompt, 24));
+        }
+    });
+    let message =
+        json!({"model": "smollm2", "max_tokens": 16, "messages": [{"role": "user", "content": prompt}]});
+    acme.http.post("/v1/chat/completions", &message).ok();
+
+    let pid = daemon.status()["pid"].as_u64().expect("pid") as u32;
+    let gateway = daemon.tenant_info("acme")["gateway"]["pid"].as_u64().expect("pid") as u32;
+    let processes = daemon.processes();
+    let find = |pid: u32| {
+        processes.iter().find(|p| p.pid == pid).unwrap_or_else(|| panic!("no {pid} in {processes:#?}"))
+    };
+    assert!(find(pid).holds(b"pagedd"), "the search finds nothing at all");
+    assert!(find(gateway).holds(b"pagedd"), "the search finds nothing at all");
+    assert!(!find(pid).holds(canary.as_bytes()), "the daemon holds a tenant's text");
+    let memory = find(pid).memory();
+    println!("daemon: {memory:?}");
+    assert!(memory.resident_kib < DAEMON_LIMIT_KIB, "the daemon has {memory:?}");
+    let log = daemon.stop().log_text();
+    assert!(!log.contains(&canary), "the log holds a tenant's text");
+}

@@ -1,0 +1,165 @@
+//! What a daemon refuses at its start, and what it says then.
+
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use nix::unistd::geteuid;
+use pagedd_tests::daemon::{Ended, Site, binary, free_ports, model_yaml, smollm2_yaml};
+use pagedd_tests::model::smollm2;
+use pagedd_tests::wait;
+
+/// The configuration is refused with these words, and nothing is made.
+#[track_caller]
+fn refused(yaml: &str, words: &[&str]) -> Ended {
+    let site = Site::new(yaml);
+    let ended = site.run_to_end();
+    let config = site.config().display().to_string();
+    ended.refused(&[config.as_str()]).refused(words);
+    assert!(!site.state().join("control.db").exists(), "a refused start made control.db");
+    ended
+}
+
+#[test]
+fn bad_yaml_is_refused_with_file_line_and_column() {
+    let ended = refused("models:\n  smollm2: {path: a\n", &[]);
+    let place = |line: &str| line.split(':').filter(|part| part.trim().parse::<u32>().is_ok()).count() >= 2;
+    assert!(ended.text.lines().any(place), "no line and column:\n{}", ended.text);
+}
+
+#[test]
+fn bug_37_an_unknown_key_is_refused_with_the_nearest_valid_name() {
+    let yaml = smollm2_yaml().replace("max_num_seqs", "max_num_seq");
+    refused(&yaml, &["max_num_seq", "max_num_seqs", ":5:"]);
+    refused("modells: {}\n", &["modells", "models", ":1:"]);
+}
+
+#[test]
+fn values_out_of_range_are_refused_with_the_key() {
+    let with = |options: &str| model_yaml("smollm2", &smollm2(), options);
+    refused(&with("block_size: 17"), &["block_size", "17"]);
+    refused(&with("kv_memory: plenty"), &["kv_memory", "plenty"]);
+    refused(&with("dtype: f33"), &["dtype", "f33", "f32"]);
+    refused(&with("max_num_seqs: 0"), &["max_num_seqs", "0"]);
+    refused("models:\n  smollm2:\n    device: cpu\n", &["path"]);
+}
+
+#[test]
+fn a_configuration_that_is_not_there_is_named() {
+    let site = Site::new("");
+    fs::remove_file(site.config()).expect("remove it");
+    let config = site.config().display().to_string();
+    site.run_to_end().refused(&[config.as_str()]);
+}
+
+#[test]
+fn a_state_directory_that_cannot_be_made_is_named() {
+    let site = Site::new(&smollm2_yaml());
+    File::create(site.state()).expect("a file in its place");
+    let state = site.state().display().to_string();
+    site.run_to_end().refused(&[state.as_str()]);
+}
+
+/// The state directory lies on a file system of 64 KiB that is full: in a mount namespace of its own.
+#[test]
+fn a_full_disk_is_refused_with_the_state_directory() {
+    let site = Site::new(&smollm2_yaml());
+    fs::create_dir(site.state()).expect("the state directory");
+    let state = site.state().display().to_string();
+    let config = site.config().display().to_string();
+    let script = "mount -t tmpfs -o size=64k none \"$1\" && { head -c 1M /dev/zero > \"$1/filler\" 2>/dev/null; \
+        exec timeout 60 \"$2\" --config \"$3\" --state-dir \"$1\"; }";
+    let mut command = Command::new("unshare");
+    command.arg("--mount");
+    if !geteuid().is_root() {
+        command.args(["--user", "--map-root-user"]);
+    }
+    command.args(["sh", "-c", script, "sh", &state]).arg(binary("pagedd")).arg(&config);
+    let output = command.output().expect("run unshare");
+    let text =
+        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(
+        !text.contains("unshare:") && !text.contains("mount:"),
+        "this test mounts a small tmpfs in a namespace: {text}"
+    );
+    let ended = Ended { code: output.status.code(), text };
+    ended.refused(&[state.as_str()]);
+    assert_ne!(ended.code, Some(124), "it ran on: {}", ended.text);
+}
+
+#[test]
+fn bug_36_a_port_in_use_is_said_before_the_model_loads_and_not_retried() {
+    let daemon = Site::new(&smollm2_yaml()).start();
+    let acme = daemon.add_tenant("acme", "0%", "100%");
+    let port = acme.port.to_string();
+    let site = daemon.stop();
+    let squatter = TcpListener::bind(("127.0.0.1", acme.port)).expect("the port is free");
+    // A model that takes for ever to load would hide it.
+    let start = Instant::now();
+    let ended = site.run_to_end();
+    ended.refused(&[port.as_str(), "acme"]);
+    assert!(start.elapsed() < Duration::from_secs(3), "it took {:?}", start.elapsed());
+    drop(squatter);
+    site.start().stop();
+}
+
+/// A daemon whose only model is `path`: its state says why that does not load, and it still ends cleanly.
+#[track_caller]
+fn fails_to_load(path: &Path, words: &[&str]) {
+    let daemon = Site::new(&model_yaml("broken", path, "kv_memory: 4096 tokens")).spawn();
+    let [port] = free_ports();
+    let state = wait::within(Duration::from_mins(1), || {
+        let status = daemon.ctl(&["status"]);
+        let state = (status.code == Some(0)).then(|| daemon.model()["state"].clone())?;
+        (state["is"] == "failed").then_some(state)
+    });
+    let state = state.unwrap_or_else(|| panic!("the model does not fail:\n{}", daemon.site().log_text()));
+    let error = state["error"].as_str().unwrap_or_default();
+    for word in words {
+        assert!(error.contains(word), "`{word}` is not in: {error}");
+    }
+    assert_eq!(error.lines().count(), 1, "{error}");
+    let added = daemon.ctl(&["tenant", "add", "acme", "--port", &port.to_string()]);
+    assert!(!added.text.contains("panicked"), "{}", added.text);
+    let log = daemon.stop().log_text();
+    assert!(!log.contains("panicked at"), "{log}");
+}
+
+/// A copy of the model's first `bytes`, with `patch` at its place.
+fn damaged(site: &Site, bytes: u64, patch: Option<(u64, &[u8])>) -> std::path::PathBuf {
+    let path = site.file("damaged.gguf");
+    let mut source = File::open(smollm2()).expect("the model").take(bytes);
+    let mut target = File::create(&path).expect("a copy");
+    std::io::copy(&mut source, &mut target).expect("copy the model");
+    if let Some((at, new)) = patch {
+        target.seek(SeekFrom::Start(at)).expect("seek");
+        target.write_all(new).expect("patch");
+    }
+    path
+}
+
+#[test]
+fn a_truncated_model_fails_with_a_tensor_named_and_the_daemon_stays() {
+    let site = Site::new("");
+    fails_to_load(&damaged(&site, 60_000_000, None), &["damaged.gguf", "tensor"]);
+}
+
+#[test]
+fn a_model_that_lies_about_its_sizes_fails_and_the_daemon_stays() {
+    let site = Site::new("");
+    // Bytes [8, 16) are the number of tensors, [16, 24) that of metadata entries.
+    fails_to_load(&damaged(&site, 10_000_000, Some((8, &u64::MAX.to_le_bytes()))), &["damaged.gguf"]);
+    fails_to_load(&damaged(&site, 10_000_000, Some((16, &(u64::MAX / 2).to_le_bytes()))), &["damaged.gguf"]);
+}
+
+#[test]
+fn a_file_that_is_no_model_and_one_that_is_not_there_fail_with_the_path() {
+    let site = Site::new("");
+    let text = site.file("notes.gguf");
+    fs::write(&text, "no model at all").expect("write it");
+    fails_to_load(&text, &["notes.gguf"]);
+    fails_to_load(&site.file("absent.gguf"), &["absent.gguf"]);
+}

@@ -1,0 +1,376 @@
+//! A daemon under test: its directory, its process, its admin command.
+//!
+//! **Owns** a temporary directory and the processes started in it. Dropping it ends them, and prints the log where the test
+//! failed. **Never** builds anything: the binaries lie beside the test's own, as `make build-dev` put them there.
+
+use std::fs::{self, File, OpenOptions};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::http::Client;
+use crate::model;
+use crate::process::{Process, family, send};
+use crate::wait;
+
+/// A model is loaded by then, on a busy machine too.
+const START: Duration = Duration::from_mins(2);
+
+/// A daemon has stopped by then.
+const STOP: Duration = Duration::from_secs(30);
+
+/// A binary of the project, from the folder that the test's own binary lies in.
+///
+/// # Panics
+/// It was not built.
+pub fn binary(name: &str) -> PathBuf {
+    let test = std::env::current_exe().expect("the test's own path");
+    let folder = test.parent().and_then(Path::parent).expect("target/<profile>/deps/<test>");
+    let path = folder.join(name);
+    assert!(path.is_file(), "{} is not there: run `make build-dev`", path.display());
+    path
+}
+
+/// `count` TCP ports of the loopback device that nobody has.
+pub fn free_ports<const N: usize>() -> [u16; N] {
+    // All are bound before one is let go, so that they differ.
+    let sockets: [TcpListener; N] =
+        std::array::from_fn(|_| TcpListener::bind(("127.0.0.1", 0)).expect("a free port"));
+    sockets.map(|s| s.local_addr().expect("its address").port())
+}
+
+/// The usual configuration: SmolLM2 as `smollm2`, with small limits so that tests reach them.
+pub fn smollm2_yaml() -> String {
+    model_yaml(
+        "smollm2",
+        &model::smollm2(),
+        "kv_memory: 16384 tokens\n    max_num_seqs: 40\n    max_model_len: 2048",
+    )
+}
+
+/// The same model computed in float32 throughout.
+pub fn smollm2_f32_yaml() -> String {
+    let options = "dtype: f32\n    kv_dtype: f32\n    kv_memory: 16384 tokens\n    max_num_seqs: 40\n    max_model_len: 2048";
+    model_yaml("smollm2", &model::smollm2(), options)
+}
+
+/// A configuration with one model; `options` are further lines of it, indented by four blanks after the first.
+pub fn model_yaml(name: &str, path: &Path, options: &str) -> String {
+    format!("models:\n  {name}:\n    path: {}\n    {options}\n", path.display())
+}
+
+/// A place for a daemon: configuration and state directory. No process.
+#[derive(Debug)]
+pub struct Site {
+    folder: TempDir,
+}
+
+impl Site {
+    /// A fresh place with this configuration.
+    pub fn new(yaml: &str) -> Self {
+        let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
+        let site = Self { folder };
+        site.configure(yaml);
+        site
+    }
+
+    /// Replaces the configuration.
+    pub fn configure(&self, yaml: &str) {
+        fs::write(self.config(), yaml).expect("write the configuration");
+    }
+
+    /// The configuration file.
+    pub fn config(&self) -> PathBuf {
+        self.folder.path().join("pagedd.yaml")
+    }
+
+    /// The state directory.
+    pub fn state(&self) -> PathBuf {
+        self.folder.path().join("state")
+    }
+
+    /// A file beside the configuration.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn log(&self) -> PathBuf {
+        self.folder.path().join("log")
+    }
+
+    /// What every daemon in this place has logged.
+    pub fn log_text(&self) -> String {
+        fs::read_to_string(self.log()).unwrap_or_default()
+    }
+
+    /// The daemon's command line in this place, with no input and this environment alone.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(binary("pagedd"));
+        command.arg("--config").arg(self.config()).arg("--state-dir").arg(self.state());
+        command.env_clear().env("PATH", "/usr/bin:/bin").env("RUST_BACKTRACE", "1").stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a daemon that ends by itself.
+    ///
+    /// # Panics
+    /// It has not within ten seconds.
+    #[track_caller]
+    pub fn run_to_end(&self) -> Ended {
+        self.run_to_end_within(Duration::from_secs(10))
+    }
+
+    /// Runs a daemon that ends by itself within `limit`.
+    #[track_caller]
+    pub fn run_to_end_within(&self, limit: Duration) -> Ended {
+        let child =
+            self.command().stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("start pagedd");
+        let family_root = child.id();
+        let waiter = thread::spawn(move || child.wait_with_output());
+        if wait::within(limit, || waiter.is_finished().then_some(())).is_none() {
+            end_family(&family(family_root));
+            let output = waiter.join().expect("the waiting thread").expect("pagedd's output");
+            panic!("pagedd runs on after {limit:?}:\n{}", text(&output));
+        }
+        let output = waiter.join().expect("the waiting thread").expect("pagedd's output");
+        Ended { code: output.status.code(), text: text(&output) }
+    }
+
+    /// Starts a daemon; returns at once.
+    #[track_caller]
+    pub fn spawn(self) -> Daemon {
+        let log = OpenOptions::new().create(true).append(true).open(self.log()).expect("the log");
+        let errors: File = log.try_clone().expect("the log");
+        let child = self.command().stdout(log).stderr(errors).spawn().expect("start pagedd");
+        Daemon { site: Some(self), child }
+    }
+
+    /// Starts a daemon, and waits until every model is ready.
+    #[track_caller]
+    pub fn start(self) -> Daemon {
+        let mut daemon = self.spawn();
+        daemon.wait_ready();
+        daemon
+    }
+}
+
+fn text(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// A program that ended.
+#[derive(Clone, Debug)]
+pub struct Ended {
+    /// Its exit code; `None` where a signal ended it.
+    pub code: Option<i32>,
+    /// All that it printed.
+    pub text: String,
+}
+
+impl Ended {
+    /// Panics unless it failed, without a panic, saying each of `words`.
+    #[track_caller]
+    pub fn refused(&self, words: &[&str]) -> &Self {
+        assert!(self.code.is_some_and(|c| c != 0 && c != 101), "exit code {:?}:\n{}", self.code, self.text);
+        assert!(!self.text.contains("panicked at"), "{}", self.text);
+        for word in words {
+            assert!(self.text.contains(word), "`{word}` is not in:\n{}", self.text);
+        }
+        self
+    }
+}
+
+/// A running daemon.
+#[derive(Debug)]
+pub struct Daemon {
+    // `None` only once `stop` or `kill` took it.
+    site: Option<Site>,
+    child: Child,
+}
+
+/// A tenant's port, and the way in.
+#[derive(Clone, Debug)]
+pub struct Tenant {
+    /// Its name.
+    pub name: String,
+    /// Its port.
+    pub port: u16,
+    /// Its first key.
+    pub key: String,
+    /// The port, asked with that key.
+    pub http: Client,
+}
+
+impl Tenant {
+    /// Text of a greedy completion.
+    #[track_caller]
+    pub fn complete(&self, prompt: &str, max_tokens: u32) -> String {
+        let body = serde_json::json!({"model": "smollm2", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0});
+        let answer = self.http.post("/v1/completions", &body).ok();
+        answer["choices"][0]["text"].as_str().unwrap_or_else(|| panic!("no text: {answer}")).to_owned()
+    }
+}
+
+impl Daemon {
+    /// Where it runs.
+    pub fn site(&self) -> &Site {
+        self.site.as_ref().expect("a running daemon has a place")
+    }
+
+    /// The process that the test started: the keeper, or the daemon itself.
+    pub fn root(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// It and all its processes, parents first.
+    pub fn processes(&self) -> Vec<Process> {
+        family(self.root())
+    }
+
+    /// Waits until every model is ready.
+    #[track_caller]
+    pub fn wait_ready(&mut self) {
+        let ready = wait::within(START, || {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Some(Err(status));
+            }
+            let status = self.ctl(&["status"]).code.filter(|c| *c == 0).map(|_| self.status())?;
+            let models = status["models"].as_array().cloned().unwrap_or_default();
+            models.iter().all(|m| m["state"]["is"] == "ready").then_some(Ok(()))
+        });
+        match ready {
+            Some(Ok(())) => {}
+            Some(Err(status)) => panic!("pagedd ended: {status}\n{}", self.site().log_text()),
+            None => panic!("pagedd is not ready within {START:?}\n{}", self.site().log_text()),
+        }
+    }
+
+    /// Runs `pagedctl` with `--json` against this daemon.
+    pub fn ctl(&self, arguments: &[&str]) -> Ended {
+        let mut command = Command::new(binary("pagedctl"));
+        command.arg("--socket").arg(self.site().state().join("admin.sock")).arg("--json").args(arguments);
+        let output = command.stdin(Stdio::null()).output().expect("run pagedctl");
+        Ended { code: output.status.code(), text: text(&output) }
+    }
+
+    /// What `pagedctl` answers, as JSON.
+    ///
+    /// # Panics
+    /// It failed.
+    #[track_caller]
+    pub fn ask(&self, arguments: &[&str]) -> Value {
+        let ended = self.ctl(arguments);
+        assert_eq!(ended.code, Some(0), "pagedctl {arguments:?}: {}", ended.text);
+        serde_json::from_str(&ended.text)
+            .unwrap_or_else(|e| panic!("pagedctl {arguments:?}: no JSON ({e}): {}", ended.text))
+    }
+
+    /// `pagedctl status`.
+    #[track_caller]
+    pub fn status(&self) -> Value {
+        self.ask(&["status"])
+    }
+
+    /// The first model's status.
+    #[track_caller]
+    pub fn model(&self) -> Value {
+        self.status()["models"][0].clone()
+    }
+
+    /// A tenant's status.
+    #[track_caller]
+    pub fn tenant_info(&self, name: &str) -> Value {
+        let answer = self.ask(&["tenant", "show", name]);
+        answer.get("tenant").cloned().unwrap_or(answer)
+    }
+
+    /// Adds a tenant on a free port, with these shares of the pool.
+    #[track_caller]
+    pub fn add_tenant(&self, name: &str, floor: &str, ceiling: &str) -> Tenant {
+        self.add_tenant_of("smollm2", name, floor, ceiling)
+    }
+
+    /// Adds a tenant of one model.
+    #[track_caller]
+    pub fn add_tenant_of(&self, model: &str, name: &str, floor: &str, ceiling: &str) -> Tenant {
+        let [port] = free_ports();
+        let port_text = port.to_string();
+        let arguments = [
+            "tenant",
+            "add",
+            name,
+            "--port",
+            &port_text,
+            "--model",
+            model,
+            "--kv-floor",
+            floor,
+            "--kv-ceiling",
+            ceiling,
+        ];
+        let answer = self.ask(&arguments);
+        let key = answer["key"]["key"].as_str().unwrap_or_else(|| panic!("no key: {answer}")).to_owned();
+        let tenant = Tenant { name: name.to_owned(), port, http: Client::new(port, Some(&key)), key };
+        wait::until("the tenant's port is ready", START, || tenant.http.get("/readyz").status == 200);
+        tenant
+    }
+
+    /// Waits until no request runs or waits.
+    #[track_caller]
+    pub fn wait_idle(&self) {
+        wait::until("no request runs or waits", Duration::from_mins(1), || {
+            let model = self.model();
+            model["running"] == 0 && model["waiting"] == 0
+        });
+    }
+
+    /// Asks it to end (SIGTERM) and waits; the place is kept.
+    ///
+    /// # Panics
+    /// It does not end, or with another code than 0, or leaves a process behind.
+    #[track_caller]
+    pub fn stop(mut self) -> Site {
+        let processes = self.processes();
+        let status = self.signal_and_wait(Signal::SIGTERM);
+        assert_eq!(status.code(), Some(0), "{status}\n{}", self.site().log_text());
+        wait::until("every process ends with the daemon", STOP, || !processes.iter().any(Process::lives));
+        self.site.take().expect("a running daemon has a place")
+    }
+
+    #[track_caller]
+    fn signal_and_wait(&mut self, signal: Signal) -> ExitStatus {
+        if let Some(process) = Process::find(self.root()) {
+            send(&process, signal);
+        }
+        let ended = wait::within(STOP, || self.child.try_wait().expect("wait for pagedd"));
+        ended.unwrap_or_else(|| panic!("pagedd runs on {STOP:?} after {signal}\n{}", self.site().log_text()))
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let processes = self.processes();
+        if let Some(root) = processes.first() {
+            send(root, Signal::SIGTERM);
+            let _ = wait::within(STOP, || self.child.try_wait().ok().flatten());
+        }
+        end_family(&processes);
+        let _ = self.child.wait();
+        if let Some(site) = self.site.as_ref().filter(|_| thread::panicking()) {
+            println!("--- log of pagedd ---\n{}--- end of the log ---", site.log_text());
+        }
+    }
+}
+
+/// Kills what is left of processes that were the daemon's.
+fn end_family(processes: &[Process]) {
+    for process in processes {
+        send(process, Signal::SIGKILL);
+    }
+}
