@@ -291,11 +291,11 @@ fn a_worker_that_dies_at_every_start_is_given_up_and_port_and_status_say_so() {
     read_some(&mut events, 1);
     let mut killed: Vec<Process> = Vec::new();
     wait::until("the model is given up", Duration::from_mins(1), || {
-        for worker in
-            daemon.processes().into_iter().filter(|p| p.name == "pagedd-worker" && !killed.contains(p))
-        {
-            send(&worker, Signal::SIGKILL);
-            killed.push(worker);
+        for worker in daemon.processes().into_iter().filter(|p| p.name == "pagedd-worker") {
+            if !killed.contains(&worker) {
+                send(&worker, Signal::SIGKILL);
+                killed.push(worker);
+            }
         }
         daemon.model()["state"]["is"] == "failed"
     });

@@ -11,7 +11,7 @@ use pagedd_control::{
     Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges, TenantListed, TenantRemove,
     TenantSet, TenantShown, TenantSpec, Walls,
 };
-use pagedd_core::ModelId;
+use pagedd_core::{Blocks, ModelId};
 use pagedd_engine::Command as EngineCommand;
 use pagedd_journal::{ControlDb, DbError, KeyRow, NewKey, NewTenant, TenantUpdate};
 use tokio::sync::{mpsc, oneshot};
@@ -123,11 +123,13 @@ impl Daemon {
                 Event::Drain => self.tenants.values().for_each(|tenant| tenant.set_going(Going::Draining)),
                 Event::Shutdown(done) => {
                     let tenants = std::mem::take(&mut self.tenants);
-                    tenants.values().for_each(|tenant| tenant.set_going(Going::Down));
+                    for tenant in tenants.values() {
+                        tenant.set_going(Going::Down);
+                    }
                     for tenant in tenants.into_values() {
                         tenant.close(&self.shop).await;
                     }
-                    drop(done.send(()));
+                    let _ = done.send(());
                 }
             }
         }
@@ -329,6 +331,13 @@ impl Daemon {
         }
         if let Some(ready) = model.state.borrow().model() {
             let spec = share.in_blocks(&ready.info);
+            if spec.ceiling == Blocks::ZERO {
+                let message = format!(
+                    "ceiling {} is less than one block of {} bytes",
+                    share.ceiling, ready.info.block_bytes
+                );
+                return Err(ControlError::new(ErrorCode::InvalidAmount, message).remedy("raise it"));
+            }
             if spec.floor > spec.ceiling {
                 let message = format!(
                     "floor {} ({} blocks) is above ceiling {} ({} blocks)",
@@ -372,7 +381,9 @@ impl Daemon {
         let (sender, done) = oneshot::channel();
         let command = EngineCommand::RemoveTenant {
             tenant: tenant_id,
-            reply: Box::new(move |()| drop(sender.send(()))),
+            reply: Box::new(move |()| {
+                let _ = sender.send(());
+            }),
         };
         if model.engine.send(command).is_err() || tokio::time::timeout(ENGINE_ANSWER, done).await.is_err() {
             warn!(tenant = name, "the engine did not say that a removed tenant's blocks are back");

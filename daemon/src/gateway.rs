@@ -138,7 +138,7 @@ impl GatewayTask {
                 Err(ForkError::Failed(error)) => {
                     warn!(tenant = self.name, error, "gateway did not start");
                     self.state.send_modify(|(state, starts)| {
-                        (*state, *starts) = (GatewayState::Restarting, *starts + 1)
+                        (*state, *starts) = (GatewayState::Restarting, *starts + 1);
                     });
                     if self.facts.has_changed().is_err() {
                         return;

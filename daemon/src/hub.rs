@@ -226,7 +226,7 @@ impl Hub {
                 }
             }
             Message::Cancel(connection, request) => {
-                self.command(connection, request, Command::Cancel(request))
+                self.command(connection, request, Command::Cancel(request));
             }
             Message::Stop(connection, request, choice) => {
                 let reason = FinishReason::Stop;

@@ -1,4 +1,4 @@
-//! Metrics in OpenMetrics text, from the numbers that others watch and count.
+//! Metrics in `OpenMetrics` text, from the numbers that others watch and count.
 //!
 //! **Owns** names and labels; **never** counts itself. Tenants are a closed set, so their label is bounded. A tenant's own port
 //! shows only its own numbers: its share of the pool is the whole pool there.
@@ -67,7 +67,7 @@ impl Families {
         registry.register_collector(Box::new(self));
         let mut text = String::new();
         // Writing into a string does not fail.
-        drop(text::encode(&mut text, &registry));
+        let _ = text::encode(&mut text, &registry);
         text
     }
 }

@@ -137,7 +137,7 @@ fn run(
     match engine.run() {
         Ok(()) => info!(model = config.name.as_str(), "engine ended"),
         Err(exhausted) => {
-            error!(model = config.name.as_str(), error = exhausted.reason, "engine ended without a worker")
+            error!(model = config.name.as_str(), error = exhausted.reason, "engine ended without a worker");
         }
     }
 }

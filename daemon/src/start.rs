@@ -331,7 +331,7 @@ async fn keeper_gone(lifeline: Option<OwnedFd>) {
         // The keeper writes nothing: any return is its end.
         drop(pipe.read_u8().await);
     } else {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 

@@ -19,7 +19,7 @@ use crate::backoff::Backoff;
 use crate::worker::CHILD_SOCKET;
 
 /// Longest time from start to `Ready`: a tokenizer of 128k entries takes about a second.
-const LOAD: Duration = Duration::from_secs(60);
+const LOAD: Duration = Duration::from_mins(1);
 /// Longest time of a fork.
 const FORK: Duration = Duration::from_secs(10);
 /// How often an idle template is looked at.

@@ -261,7 +261,9 @@ impl Tenant {
         let command = Command::SetShare {
             tenant: self.id(),
             share: spec,
-            reply: Box::new(move |result| drop(sender.send(result))),
+            reply: Box::new(move |result| {
+                let _ = sender.send(result);
+            }),
         };
         let busy = || {
             ControlError::new(

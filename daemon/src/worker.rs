@@ -26,7 +26,7 @@ use crate::convert;
 pub const CHILD_SOCKET: i32 = 3;
 
 /// Longest silence of a worker while it loads. Progress frames extend it.
-const LOAD_SILENCE: Duration = Duration::from_secs(120);
+const LOAD_SILENCE: Duration = Duration::from_mins(2);
 /// Shortest step deadline.
 const STEP_DEADLINE: Duration = Duration::from_secs(30);
 /// A step may take this many times what the slowest of its size took so far.

@@ -7,10 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::env;
 use std::ffi::OsString;
 use std::io;
-use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::inherited;
 use crate::notify;
 
 pub(crate) const LISTEN_PID: &str = "LISTEN_PID";
@@ -22,9 +22,6 @@ pub(crate) const FIRST_FD: RawFd = 3;
 const MAX_NAME: usize = 255;
 /// What the protocol calls an fd without a name.
 const UNNAMED: &str = "unknown";
-
-/// Set by the first that takes the fds of the environment.
-static TAKEN: AtomicBool = AtomicBool::new(false);
 
 /// Why an fd is not kept.
 #[derive(thiserror::Error, Debug)]
@@ -70,11 +67,9 @@ impl FdStore {
     pub fn from_env() -> Self {
         let manager = env::var_os(notify::NOTIFY_SOCKET).filter(|address| !address.is_empty());
         let mut state = State::default();
-        if !TAKEN.swap(true, Ordering::SeqCst) {
-            for (name, fd) in passed_fds() {
-                state.held.insert(name.clone());
-                state.waiting.entry(name).or_default().push(fd);
-            }
+        for (name, fd) in passed_fds() {
+            state.held.insert(name.clone());
+            state.waiting.entry(name).or_default().push(fd);
         }
         Self { manager, state: Mutex::new(state) }
     }
@@ -161,7 +156,13 @@ fn passed_fds() -> Vec<(String, OwnedFd)> {
     )
     .into_iter()
     .zip(FIRST_FD..)
-    .filter_map(|(name, number)| Some((name, adopt(number)?)))
+    .filter_map(|(name, number)| match inherited(number) {
+        Ok(fd) => Some((name, fd)),
+        Err(error) => {
+            tracing::warn!(name, %error, "an fd that the service manager announced is missing");
+            None
+        }
+    })
     .collect()
 }
 
@@ -179,20 +180,6 @@ fn passed_names(pid: Option<&str>, count: Option<&str>, names: Option<&str>, own
     let names: Vec<&str> = names.map_or_else(Vec::new, |names| names.split(':').collect());
     let matches = names.len() == count as usize;
     (0..count as usize).map(|i| if matches { names[i] } else { UNNAMED }.to_owned()).collect()
-}
-
-/// Takes ownership of an fd that this process was started with.
-#[allow(unsafe_code)]
-pub(crate) fn adopt(number: RawFd) -> Option<OwnedFd> {
-    // SAFETY: F_SETFD touches no memory, and fails on a number that is not open.
-    let open = unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } == 0;
-    if !open {
-        tracing::warn!(number, "the service manager announced an fd that is not open");
-        return None;
-    }
-    // SAFETY: it is open, and nobody else owns it: the process was started with it, each number is announced once, and the
-    // announcement is read once (`TAKEN` here, its like in the keeper module).
-    Some(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
 #[cfg(test)]

@@ -18,7 +18,8 @@ static TAKEN: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
 /// Nothing is open there, or it was taken before.
 #[allow(unsafe_code)]
 pub fn inherited(number: RawFd) -> io::Result<OwnedFd> {
-    let taken = || io::Error::new(io::ErrorKind::InvalidInput, format!("fd {number} is not there to be taken"));
+    let taken =
+        || io::Error::new(io::ErrorKind::InvalidInput, format!("fd {number} is not there to be taken"));
     if number <= 2 || !TAKEN.lock().unwrap_or_else(PoisonError::into_inner).insert(number) {
         return Err(taken());
     }

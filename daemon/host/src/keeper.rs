@@ -10,7 +10,6 @@ use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{ExitCode, ExitStatus};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigHandler, SigSet, Signal as NixSignal, signal};
@@ -23,7 +22,8 @@ use tracing::{error, info, warn};
 
 use crate::confine::Sandbox;
 use crate::exit;
-use crate::fdstore::{FIRST_FD, LISTEN_FDNAMES, LISTEN_FDS, LISTEN_PID, adopt};
+use crate::fdstore::{FIRST_FD, LISTEN_FDNAMES, LISTEN_FDS, LISTEN_PID};
+use crate::inherited;
 use crate::notify::NOTIFY_SOCKET;
 use crate::process::{Child, Spawn, SpawnError, spawn_with_pid_in};
 
@@ -97,13 +97,9 @@ pub fn run_with(program: Program, patience: Patience) -> ExitCode {
 /// An fd that reaches EOF when the keeper is gone, upon which the daemon must exit: nobody would restart it, and a new keeper's
 /// daemon would find its ports and its state directory taken. `None` without a keeper, and on a second call.
 pub fn lifeline() -> Option<OwnedFd> {
-    static TAKEN: AtomicBool = AtomicBool::new(false);
     let ours = env::var(LISTEN_PID).ok()?.parse() == Ok(std::process::id());
     let number: RawFd = env::var(KEEPER_FD).ok()?.parse().ok()?;
-    if !ours || number < FIRST_FD || TAKEN.swap(true, Ordering::SeqCst) {
-        return None;
-    }
-    adopt(number)
+    if ours { inherited(number).ok() } else { None }
 }
 
 /// Whether a keeper started this process.
@@ -244,7 +240,9 @@ impl Keeper {
             // First the end, then the messages: what an ended daemon has sent is all there.
             let ended = child.wait(Duration::ZERO)?;
             while let Some(told) = self.inbox.receive(child.pid())? {
-                told.into_iter().for_each(|told| self.hear(told));
+                for told in told {
+                    self.hear(told);
+                }
             }
             if let Some(status) = ended {
                 return Ok(status);

@@ -87,7 +87,8 @@ pub(crate) fn configure(stated: Stated, tensors: &[TensorInfo]) -> Result<ModelC
         let problem = format!("{} factors, {} are expected", factors.len(), head_dim / 2);
         return Err(Fault::malformed("rope_freqs.weight", problem));
     }
-    let embedding = by_role.get(&TensorRole::TokenEmbd).ok_or_else(|| missing(tensors, TensorRole::TokenEmbd))?;
+    let embedding =
+        by_role.get(&TensorRole::TokenEmbd).ok_or_else(|| missing(tensors, TensorRole::TokenEmbd))?;
     let config = ModelConfig {
         architecture: stated.architecture,
         layers,
@@ -101,9 +102,7 @@ pub(crate) fn configure(stated: Stated, tensors: &[TensorInfo]) -> Result<ModelC
         rms_eps,
         rope: Rope { base, pairing: stated.pairing, scaling: stated.scaling },
         tied_embeddings: !by_role.contains_key(&TensorRole::Output),
-        qkv_bias: tensors
-            .iter()
-            .any(|t| matches!(t.role, TensorRole::Layer(_, tensor) if tensor.is_bias())),
+        qkv_bias: tensors.iter().any(|t| matches!(t.role, TensorRole::Layer(_, tensor) if tensor.is_bias())),
     };
     if config.architecture == Architecture::Qwen2 && !config.qkv_bias {
         return Err(missing(tensors, TensorRole::Layer(0, LayerTensor::AttnQBias)));
@@ -116,7 +115,8 @@ pub(crate) fn configure(stated: Stated, tensors: &[TensorInfo]) -> Result<ModelC
     }
     if wanted != tensors.len() {
         // Only a layer beyond the last can be left over: every other role was asked for.
-        let extra = tensors.iter().find(|t| matches!(t.role, TensorRole::Layer(n, _) if n as usize >= layers));
+        let extra =
+            tensors.iter().find(|t| matches!(t.role, TensorRole::Layer(n, _) if n as usize >= layers));
         let name = extra.map_or("tensors", |t| t.name.as_str());
         return Err(Fault::malformed(name, format_args!("the model states {layers} layers")));
     }

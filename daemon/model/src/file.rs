@@ -30,10 +30,15 @@ impl SourceFile {
     /// Fills `dst` from `offset`. `item` names what is read, for the error.
     pub(crate) fn read_at(&self, offset: u64, dst: &mut [u8], item: &str) -> Result<(), Fault> {
         if offset.checked_add(dst.len() as u64).is_none_or(|end| end > self.len) {
-            return Err(Fault::malformed(item, format_args!("goes past the end of the file ({} bytes)", self.len)));
+            return Err(Fault::malformed(
+                item,
+                format_args!("goes past the end of the file ({} bytes)", self.len),
+            ));
         }
         self.file.read_exact_at(dst, offset).map_err(|e| match e.kind() {
-            io::ErrorKind::UnexpectedEof => Fault::malformed(item, "the file became shorter while it was read"),
+            io::ErrorKind::UnexpectedEof => {
+                Fault::malformed(item, "the file became shorter while it was read")
+            }
             _ => Fault::Io(e),
         })
     }
@@ -41,7 +46,10 @@ impl SourceFile {
     /// The bytes `[offset, offset + len)`, allocated only where the file has them.
     pub(crate) fn bytes_at(&self, offset: u64, len: u64, item: &str) -> Result<Vec<u8>, Fault> {
         if offset.checked_add(len).is_none_or(|end| end > self.len) {
-            return Err(Fault::malformed(item, format_args!("goes past the end of the file ({} bytes)", self.len)));
+            return Err(Fault::malformed(
+                item,
+                format_args!("goes past the end of the file ({} bytes)", self.len),
+            ));
         }
         let mut bytes = vec![0; len as usize];
         self.read_at(offset, &mut bytes, item)?;

@@ -141,7 +141,8 @@ pub(crate) fn yarn_attention_factor(factor: f32) -> f32 {
 /// Refuses YaRN constants that make no ramp.
 pub(crate) fn check_yarn(scaling: &RopeScaling, key: &str) -> Result<(), Fault> {
     if let RopeScaling::Yarn { beta_fast, beta_slow, attention_factor, .. } = scaling {
-        let positive = [beta_fast, beta_slow, attention_factor].into_iter().all(|f| f.is_finite() && *f > 0.0);
+        let positive =
+            [beta_fast, beta_slow, attention_factor].into_iter().all(|f| f.is_finite() && *f > 0.0);
         if !positive || beta_fast < beta_slow {
             let problem = format!(
                 "beta_fast {beta_fast}, beta_slow {beta_slow}, attention factor {attention_factor} make no ramp"

@@ -105,7 +105,8 @@ impl ModelSource {
                 format!("rows {rows:?} of {} do not fill a buffer of {} bytes", tensor.rows, dst.len());
             return Err(Fault::unsupported(&tensor.name, problem).at(&file.path));
         }
-        let offset = (rows.start as u64).checked_mul(row_bytes as u64).and_then(|o| o.checked_add(tensor.offset));
+        let offset =
+            (rows.start as u64).checked_mul(row_bytes as u64).and_then(|o| o.checked_add(tensor.offset));
         file.read_at(offset.unwrap_or(u64::MAX), dst, &tensor.name).map_err(|fault| fault.at(&file.path))
     }
 

@@ -270,6 +270,7 @@ impl Scheduler {
 
     /// Takes a running sequence's place. It waits again as soon as no plan in flight names it.
     pub(crate) fn preempt(&mut self, id: SequenceId) {
+        debug_assert!(Some(id) != self.oldest(), "{id} is the oldest and is preempted");
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         match std::mem::replace(&mut sequence.state, State::Waiting(None)) {
             State::Running(progress) => sequence.state = State::Preempted(progress),

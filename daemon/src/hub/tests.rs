@@ -192,7 +192,7 @@ fn a_request_that_nobody_reads_is_cancelled_after_the_grace_unless_it_may_run_on
         .hub
         .handle(Message::Admitted(resumable, Box::new(Ticket { on_leave: OnLeave::RunOn, ..ticket(1) })));
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
-    bench.hub.expire(Instant::now() + Duration::from_secs(3600));
+    bench.hub.expire(Instant::now() + Duration::from_hours(1));
     assert!(bench.commands().is_empty(), "an attached request is read");
     drop(frames);
     bench.hub.handle(Message::Down(ConnectionId(1)));

@@ -122,7 +122,10 @@ pub(crate) fn read(file: &SourceFile) -> Result<Header, Fault> {
             return Err(Fault::unsupported("version", "a big-endian GGUF file; convert it to little-endian"));
         }
         version => {
-            return Err(Fault::unsupported("version", format_args!("GGUF version {version}, 2 and 3 are read")));
+            return Err(Fault::unsupported(
+                "version",
+                format_args!("GGUF version {version}, 2 and 3 are read"),
+            ));
         }
     }
     let tensor_count = cursor.count("tensor count", MIN_TENSOR)?;
@@ -240,7 +243,9 @@ impl Metadata {
 
     /// An array of strings. Memory: a small multiple of its bytes in the file.
     pub(crate) fn strings(&self, file: &SourceFile, key: &str) -> Result<Option<Vec<String>>, Fault> {
-        let Some((ValueType::String, _, span)) = self.array(key, &[ValueType::String])? else { return Ok(None) };
+        let Some((ValueType::String, _, span)) = self.array(key, &[ValueType::String])? else {
+            return Ok(None);
+        };
         let bytes = file.bytes_at(span.offset, span.len, key)?;
         let mut rest = bytes.as_slice();
         let mut out = Vec::new();
@@ -356,7 +361,10 @@ impl<'a> Cursor<'a> {
     fn string(&mut self, item: &str, max: u64) -> Result<String, Fault> {
         let length = self.u64(item)?;
         if length > max {
-            return Err(Fault::malformed(item, format_args!("a name of {length} bytes, at most {max} are read")));
+            return Err(Fault::malformed(
+                item,
+                format_args!("a name of {length} bytes, at most {max} are read"),
+            ));
         }
         let span = self.skip(length, item)?;
         let bytes = self.file.bytes_at(span.offset, span.len, item)?;
@@ -365,7 +373,8 @@ impl<'a> Cursor<'a> {
 
     fn value_type(&mut self, key: &str) -> Result<ValueType, Fault> {
         let code = self.u32(key)?;
-        ValueType::from_code(code).ok_or_else(|| Fault::malformed(key, format_args!("unknown value type {code}")))
+        ValueType::from_code(code)
+            .ok_or_else(|| Fault::malformed(key, format_args!("unknown value type {code}")))
     }
 
     fn value(&mut self, key: &str) -> Result<Value, Fault> {
@@ -427,10 +436,16 @@ impl<'a> Cursor<'a> {
         let code = self.u32(&name)?;
         let offset = self.u64(&name)?;
         let ty = tensor_type(code).map_err(|ty| {
-            Fault::unsupported(&name, format_args!("tensor type {ty} is not served; quantise to one of {}", served()))
+            Fault::unsupported(
+                &name,
+                format_args!("tensor type {ty} is not served; quantise to one of {}", served()),
+            )
         })?;
         if !offset.is_multiple_of(alignment) {
-            return Err(Fault::malformed(&name, format_args!("offset {offset} is not aligned to {alignment}")));
+            return Err(Fault::malformed(
+                &name,
+                format_args!("offset {offset} is not aligned to {alignment}"),
+            ));
         }
         let columns = shape[0];
         let rows = shape[1..].iter().try_fold(1_u64, |n, &extent| n.checked_mul(extent));

@@ -6,8 +6,8 @@ use crate::check::{self, Stated};
 use crate::config::Architecture;
 use crate::error::{Fault, ModelError};
 use crate::file::SourceFile;
-use crate::gguf::header::{self, Metadata, RawTensor};
 use crate::gguf::Gguf;
+use crate::gguf::header::{self, Metadata, RawTensor};
 use crate::rope::{RopePairing, RopeScaling, yarn_attention_factor};
 use crate::source::Parts;
 use crate::tensor::{TensorInfo, TensorRole};
@@ -79,7 +79,9 @@ impl Gguf {
             let problem = format!("{vocab}, but token_embd.weight has {} rows", config.vocab);
             return Err(Fault::malformed(key, problem));
         }
-        if let Some(tokens) = metadata.array_len("tokenizer.ggml.tokens")?.filter(|&n| n > config.vocab as u64) {
+        if let Some(tokens) =
+            metadata.array_len("tokenizer.ggml.tokens")?.filter(|&n| n > config.vocab as u64)
+        {
             let problem = format!("{tokens} tokens, but token_embd.weight has {} rows", config.vocab);
             return Err(Fault::malformed("tokenizer.ggml.tokens", problem));
         }
@@ -161,7 +163,10 @@ impl Keys<'_> {
                 && !KNOWN_KEYS.contains(&name)
                 && !YARN_KEYS.contains(&name)
             {
-                return Err(Fault::unsupported(key, "an unknown key, which may change what the model computes"));
+                return Err(Fault::unsupported(
+                    key,
+                    "an unknown key, which may change what the model computes",
+                ));
             }
         }
         Ok(())
@@ -181,7 +186,12 @@ impl Keys<'_> {
     }
 
     /// Refuses a value other than the one that means "not used".
-    fn only<T: PartialEq + std::fmt::Display>(&self, name: &str, value: Option<T>, served: T) -> Result<(), Fault> {
+    fn only<T: PartialEq + std::fmt::Display>(
+        &self,
+        name: &str,
+        value: Option<T>,
+        served: T,
+    ) -> Result<(), Fault> {
         match value {
             Some(value) if value != served => {
                 Err(Fault::unsupported(self.key(name), format_args!("{value}, only {served} is served")))
@@ -219,7 +229,8 @@ impl Keys<'_> {
             return Err(Fault::unsupported(self.key("attention.scale"), problem));
         }
         let eps_key = self.key("attention.layer_norm_rms_epsilon");
-        let eps = self.metadata.float(&eps_key)?.ok_or_else(|| Fault::malformed(&eps_key, "the key is missing"))?;
+        let eps =
+            self.metadata.float(&eps_key)?.ok_or_else(|| Fault::malformed(&eps_key, "the key is missing"))?;
         Ok(Stated {
             architecture: self.architecture,
             layers: self.required("block_count")?,
@@ -263,7 +274,11 @@ impl Keys<'_> {
             (Some("linear") | None, Some(factor)) => RopeScaling::Linear { factor },
             (Some("yarn"), Some(factor)) => {
                 self.only("rope.scaling.yarn_ext_factor", self.float("rope.scaling.yarn_ext_factor")?, 1.0)?;
-                self.only("rope.scaling.yarn_log_multiplier", self.float("rope.scaling.yarn_log_multiplier")?, 0.0)?;
+                self.only(
+                    "rope.scaling.yarn_log_multiplier",
+                    self.float("rope.scaling.yarn_log_multiplier")?,
+                    0.0,
+                )?;
                 let own = self.float("rope.scaling.yarn_attn_factor")?.unwrap_or(1.0);
                 let (key, original) = self.required("rope.scaling.original_context_length")?;
                 let yarn = RopeScaling::Yarn {
@@ -280,7 +295,9 @@ impl Keys<'_> {
                 crate::rope::check_yarn(&yarn, &type_key)?;
                 yarn
             }
-            (Some("linear" | "yarn"), None) => return Err(Fault::malformed(factor_key, "the key is missing")),
+            (Some("linear" | "yarn"), None) => {
+                return Err(Fault::malformed(factor_key, "the key is missing"));
+            }
             (Some(other), _) => {
                 let problem = format!("{other:?}; none, linear and yarn are served");
                 return Err(Fault::unsupported(type_key, problem));
@@ -304,12 +321,17 @@ impl Keys<'_> {
     fn factors(&self, tensor: &RawTensor) -> Result<Vec<f32>, Fault> {
         const MAX_PAIRS: u64 = 1 << 12;
         if tensor.ty != pagedd_core::TensorType::F32 || tensor.rows != 1 || tensor.columns > MAX_PAIRS {
-            return Err(Fault::unsupported(ROPE_FACTORS, "not a vector of F32 with an element for each pair"));
+            return Err(Fault::unsupported(
+                ROPE_FACTORS,
+                "not a vector of F32 with an element for each pair",
+            ));
         }
         let bytes = self.file.bytes_at(tensor.offset, tensor.bytes, ROPE_FACTORS)?;
         let factors: Vec<f32> = bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect();
         match factors.iter().find(|f| !f.is_finite() || **f <= 0.0) {
-            Some(factor) => Err(Fault::malformed(ROPE_FACTORS, format_args!("{factor} is no positive number"))),
+            Some(factor) => {
+                Err(Fault::malformed(ROPE_FACTORS, format_args!("{factor} is no positive number")))
+            }
             None => Ok(factors),
         }
     }

@@ -107,7 +107,6 @@ fn mixtures_of_experts_are_refused_by_key_and_by_tensor() {
 #[test]
 fn options_that_change_the_arithmetic_are_refused_by_name() {
     for (key, value) in [
-        ("attention.key_length", GgufValue::U32(15)),
         ("attention.value_length", GgufValue::U32(32)),
         ("attention.scale", GgufValue::F32(0.5)),
         ("attention.causal", GgufValue::Bool(false)),
@@ -202,7 +201,10 @@ fn wrong_shapes_types_and_names_of_tensors_are_named() {
     refusal(change(name, &|t| t.name = "blk.01.attn_k.weight".into()), "blk.01.attn_k.weight");
     refusal(change(name, &|t| t.name = "blk.2.attn_k.weight".into()), "blk.");
     refusal(change(name, &|t| t.name = "blk.0.attn_k.weight".into()), "blk.0.attn_k.weight");
-    refusal(change("blk.0.attn_norm.weight", &|t| (t.ty, t.extents) = (8, vec![64])), "blk.0.attn_norm.weight");
+    refusal(
+        change("blk.0.attn_norm.weight", &|t| (t.ty, t.extents) = (8, vec![64])),
+        "blk.0.attn_norm.weight",
+    );
     refusal(change("token_embd.weight", &|t| t.extents = vec![64, 271]), "tokenizer.ggml.tokens");
 }
 

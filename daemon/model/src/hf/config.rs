@@ -44,8 +44,24 @@ const KNOWN_KEYS: [&str; 29] = [
 
 /// Parts of names of keys that change arithmetic. A key that has one, is not known and is not off, is refused.
 const ARITHMETIC: [&str; 18] = [
-    "softcap", "expert", "moe", "multiplier", "scale", "scaling", "alibi", "window", "norm", "rotary", "rope",
-    "attention", "attn", "quant", "bias", "head", "layer_type", "_act",
+    "softcap",
+    "expert",
+    "moe",
+    "multiplier",
+    "scale",
+    "scaling",
+    "alibi",
+    "window",
+    "norm",
+    "rotary",
+    "rope",
+    "attention",
+    "attn",
+    "quant",
+    "bias",
+    "head",
+    "layer_type",
+    "_act",
 ];
 
 /// A configuration whose keys are all understood.
@@ -103,11 +119,15 @@ impl<'a> Config<'a> {
                 return Err(Fault::unsupported(key, format_args!("{value}, only {served} is served")));
             }
         }
-        if let Some(tied) = self.object.get("tie_word_embeddings").filter(|v| !v.is_boolean() && !v.is_null()) {
+        if let Some(tied) = self.object.get("tie_word_embeddings").filter(|v| !v.is_boolean() && !v.is_null())
+        {
             return Err(Fault::malformed("tie_word_embeddings", format_args!("{tied} is no boolean")));
         }
         if let Some(part) = number(self.object, "partial_rotary_factor")?.filter(|f| (f - 1.0).abs() > 1e-9) {
-            return Err(Fault::unsupported("partial_rotary_factor", format_args!("{part}, only 1 is served")));
+            return Err(Fault::unsupported(
+                "partial_rotary_factor",
+                format_args!("{part}, only 1 is served"),
+            ));
         }
         let heads = self.required("num_attention_heads")?;
         let hidden = self.required("hidden_size")?;
@@ -217,10 +237,14 @@ impl<'a> Config<'a> {
             }
         };
         let always = ["rope_type", "type", "rope_theta"];
-        if let Some((name, _)) =
-            rope.iter().find(|(n, v)| !v.is_null() && !always.contains(&n.as_str()) && !known.contains(&n.as_str()))
+        if let Some((name, _)) = rope
+            .iter()
+            .find(|(n, v)| !v.is_null() && !always.contains(&n.as_str()) && !known.contains(&n.as_str()))
         {
-            return Err(Fault::unsupported(format_args!("{key}.{name}"), format_args!("unknown with {kind}")));
+            return Err(Fault::unsupported(
+                format_args!("{key}.{name}"),
+                format_args!("unknown with {kind}"),
+            ));
         }
         let scaling = match kind {
             "linear" => RopeScaling::Linear { factor: fields.factor()? },
@@ -288,7 +312,9 @@ impl Fields<'_> {
     fn positive(&self, name: &str) -> Result<f32, Fault> {
         match number(self.rope, name)?.ok_or_else(|| self.missing(name))? {
             f if f > 0.0 => Ok(f as f32),
-            f => Err(Fault::malformed(format_args!("{}.{name}", self.key), format_args!("{f} is not above 0"))),
+            f => {
+                Err(Fault::malformed(format_args!("{}.{name}", self.key), format_args!("{f} is not above 0")))
+            }
         }
     }
 

@@ -31,8 +31,11 @@ impl HfDirectory {
     pub(crate) fn open(path: &Path) -> Result<(Self, Parts), ModelError> {
         let config_path = path.join(CONFIG);
         let bytes = read_small(&config_path, MAX_JSON)?.ok_or_else(|| {
-            Fault::unsupported("model", "a directory without config.json; name a GGUF file or a checkpoint directory")
-                .at(path)
+            Fault::unsupported(
+                "model",
+                "a directory without config.json; name a GGUF file or a checkpoint directory",
+            )
+            .at(path)
         })?;
         let at_config = |fault: Fault| fault.at(&config_path);
         let object = parse_object(&bytes).map_err(at_config)?;
@@ -46,7 +49,8 @@ impl HfDirectory {
             tensors.retain(|t| t.role != TensorRole::Output);
         }
         if stated.architecture == Architecture::Llama
-            && let Some(bias) = tensors.iter().find(|t| matches!(t.role, TensorRole::Layer(_, l) if l.is_bias()))
+            && let Some(bias) =
+                tensors.iter().find(|t| matches!(t.role, TensorRole::Layer(_, l) if l.is_bias()))
         {
             let problem = "a bias, but config.json has no attention_bias";
             return Err(Fault::malformed(&bias.name, problem).at(&files[bias.file].path));

@@ -62,7 +62,10 @@ pub(super) fn open(directory: &Path) -> Result<Checkpoint, ModelError> {
     for (tensor, shard) in index.weight_map.0 {
         // A plain name: the index must not lead out of the directory.
         if shard.contains(['/', '\\', '\0']) || !shard.ends_with(".safetensors") {
-            return Err(at_index(Fault::malformed(tensor, format_args!("{shard:?} is no safetensors file beside it"))));
+            return Err(at_index(Fault::malformed(
+                tensor,
+                format_args!("{shard:?} is no safetensors file beside it"),
+            )));
         }
         shards.entry(shard).or_default().insert(tensor);
     }

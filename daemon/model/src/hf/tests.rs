@@ -47,7 +47,8 @@ fn one_file_and_several_give_the_same_model() {
         for architecture in [Architecture::Llama, Architecture::Qwen2] {
             let model = TinyModel { ty, architecture, tied_embeddings: false, ..TinyModel::default() };
             let (one, three) = (tiny(&model, 1), tiny(&model, 3));
-            let (one, three) = (ModelSource::open(one.path()).unwrap(), ModelSource::open(three.path()).unwrap());
+            let (one, three) =
+                (ModelSource::open(one.path()).unwrap(), ModelSource::open(three.path()).unwrap());
             assert_eq!(one.config(), &model.config(RopePairing::Halves));
             assert_eq!(one.config(), three.config());
             assert_eq!(one.tensors().count(), three.tensors().count());
@@ -125,7 +126,10 @@ fn scalings_of_rope_are_read_under_both_spellings() {
         (json!({ "rope_type": "linear", "factor": 0.5 }), "factor"),
         (json!({ "rope_type": "linear", "factor": -2 }), "factor"),
         (json!({ "rope_type": "linear", "factor": 2, "short_factor": [1.0] }), "short_factor"),
-        (json!({ "rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1 }), "high_freq"),
+        (
+            json!({ "rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1 }),
+            "high_freq",
+        ),
         (json!({ "type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 32 }), "beta_fast"),
         (json!({ "factor": 2 }), "rope_type"),
         (json!([1]), "rope_scaling"),
@@ -249,7 +253,13 @@ fn headers_that_lie_are_refused_by_tensor() {
     assert!(refusal(entry(&|e| e["data_offsets"] = json!([0, 256])), name).contains("overlaps"));
     refusal(with_header(|h| h.replacen(name, "model.layers.0.mlp.experts.0.w1.weight", 1)), "experts");
     refusal(with_header(|h| h.replacen(name, "model.layers.00.mlp.up_proj.weight", 1)), "unknown");
-    let twice = with_header(|h| h.replacen("{", &format!("{{\"{name}\":{{\"dtype\":\"F32\",\"shape\":[64],\"data_offsets\":[0,256]}},"), 1));
+    let twice = with_header(|h| {
+        h.replacen(
+            "{",
+            &format!("{{\"{name}\":{{\"dtype\":\"F32\",\"shape\":[64],\"data_offsets\":[0,256]}},"),
+            1,
+        )
+    });
     assert!(refusal(twice, name).contains("twice"));
     refusal(with_header(|_| "[]".into()), "header");
     refusal(with_header(|_| "{".into()), "header");
@@ -282,7 +292,8 @@ fn templates_are_found_where_checkpoints_keep_them() {
     let rendered = || {
         let template = ModelSource::open(directory.path()).unwrap().chat_template().unwrap();
         template.map(|t| {
-            let pieces = t.render(&[crate::Message::new("user", "hi")], &crate::RenderOptions::default()).unwrap();
+            let pieces =
+                t.render(&[crate::Message::new("user", "hi")], &crate::RenderOptions::default()).unwrap();
             pieces.iter().map(crate::Piece::text).collect::<String>()
         })
     };

@@ -34,7 +34,8 @@ impl HfDirectory {
         let settings = optional_object(&self.path.join(TOKENIZER_CONFIG))?;
         let generation_path = self.path.join(GENERATION_CONFIG);
         let generation = optional_object(&generation_path)?;
-        let mut eos_ids = token_ids(&generation, "eos_token_id").map_err(|fault| fault.at(&generation_path))?;
+        let mut eos_ids =
+            token_ids(&generation, "eos_token_id").map_err(|fault| fault.at(&generation_path))?;
         eos_ids.extend(&self.eos_ids);
         let (path, bytes) = self.tokenizer_bytes()?;
         let json = TokenizerJson {

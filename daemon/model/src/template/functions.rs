@@ -47,7 +47,9 @@ pub(super) fn without_generation_blocks(text: &str) -> String {
         let body = &tag[sign.len()..];
         let name = body.trim_start();
         let spaces = &body[..body.len() - name.len()];
-        let word = |w: &str| name.strip_prefix(w).filter(|r| !r.starts_with(|c: char| c.is_alphanumeric() || c == '_'));
+        let word = |w: &str| {
+            name.strip_prefix(w).filter(|r| !r.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
+        };
         let replaced = match (word("generation"), word("endgeneration")) {
             (Some(after), _) => Some(("if true", after)),
             (_, Some(after)) => Some(("endif", after)),
@@ -94,11 +96,19 @@ fn written(json: &Json, formatter: impl Formatter) -> Result<String, Error> {
 struct Spaced;
 
 impl Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, w: &mut W, first: bool) -> std::io::Result<()> {
+    fn begin_array_value<W: ?Sized + std::io::Write>(
+        &mut self,
+        w: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
         if first { Ok(()) } else { w.write_all(b", ") }
     }
 
-    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, w: &mut W, first: bool) -> std::io::Result<()> {
+    fn begin_object_key<W: ?Sized + std::io::Write>(
+        &mut self,
+        w: &mut W,
+        first: bool,
+    ) -> std::io::Result<()> {
         if first { Ok(()) } else { w.write_all(b", ") }
     }
 
@@ -113,8 +123,18 @@ fn strftime_now(state: &State, format: &str) -> Result<String, Error> {
     let now = state.lookup(NOW).and_then(|now| i64::try_from(now).ok());
     let now = now.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "the time is not known here"))?;
     const MONTHS: [&str; 12] = [
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
-        "November", "December",
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
     ];
     const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
     let (days, seconds) = (now.div_euclid(86_400), now.rem_euclid(86_400));

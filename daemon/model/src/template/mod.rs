@@ -123,9 +123,7 @@ impl ChatTemplate {
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Vec<Piece>, TemplateError> {
         let plain = self.render_plain(messages, options)?;
         let sent = Sent { messages, options };
-        Ok(self.taint.trace(&plain, &sent, |sent| {
-            self.render_plain(&sent.messages, &sent.options).ok()
-        }))
+        Ok(self.taint.trace(&plain, &sent, |sent| self.render_plain(&sent.messages, &sent.options).ok()))
     }
 
     /// The text alone.
@@ -137,7 +135,8 @@ impl ChatTemplate {
             return Err(TemplateError::OverLimit { limit: "32 MiB of text" });
         }
         done.map_err(|e| failed(&e))?;
-        String::from_utf8(output.0).map_err(|_| TemplateError::Failed { message: "its output is no UTF-8".into() })
+        String::from_utf8(output.0)
+            .map_err(|_| TemplateError::Failed { message: "its output is no UTF-8".into() })
     }
 
     fn context(&self, messages: &[Message], options: &RenderOptions) -> Value {
@@ -237,7 +236,12 @@ impl Sent<'_> {
             options: RenderOptions {
                 add_generation_prompt: self.options.add_generation_prompt,
                 tools: self.options.tools.as_ref().map(|tools| walk(tools, replace)),
-                extra: self.options.extra.iter().map(|(key, value)| (key.clone(), walk(value, replace))).collect(),
+                extra: self
+                    .options
+                    .extra
+                    .iter()
+                    .map(|(key, value)| (key.clone(), walk(value, replace)))
+                    .collect(),
                 now: self.options.now,
             },
         }

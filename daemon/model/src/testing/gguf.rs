@@ -3,9 +3,9 @@
 use half::{bf16, f16};
 use pagedd_core::TensorType;
 
+use super::TinyModel;
 use super::random::Random;
 use super::vocabulary::{CHAT_TEMPLATE, IM_END, IM_START, merges, tokens};
-use super::TinyModel;
 use crate::rope::{RopePairing, RopeScaling};
 use crate::tensor::{LayerTensor, TensorRole};
 

@@ -70,10 +70,12 @@ fn config(model: &TinyModel) -> Value {
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => json!({
             "rope_type": "llama3", "factor": factor, "low_freq_factor": low_freq_factor,
             "high_freq_factor": high_freq_factor, "original_max_position_embeddings": original_context }),
-        RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => json!({
+        RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => {
+            json!({
             "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original_context,
             "beta_fast": beta_fast, "beta_slow": beta_slow, "attention_factor": attention_factor,
-            "truncate": truncate }),
+            "truncate": truncate })
+        }
     };
     json!({
         "architectures": [class], "model_type": kind, "hidden_act": "silu", "torch_dtype": "float32",

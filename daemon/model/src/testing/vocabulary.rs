@@ -13,16 +13,8 @@ pub const IM_END: u32 = 266;
 pub const CHAT_TEMPLATE: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
 const CONTROLS: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
-const MERGES: [(&str, &str); 8] = [
-    ("h", "e"),
-    ("Ġ", "t"),
-    ("Ġt", "he"),
-    ("i", "n"),
-    ("l", "l"),
-    ("he", "ll"),
-    ("hell", "o"),
-    ("Ġ", "Ġ"),
-];
+const MERGES: [(&str, &str); 8] =
+    [("h", "e"), ("Ġ", "t"), ("Ġt", "he"), ("i", "n"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "Ġ")];
 
 /// An entry: its text and its GGUF type.
 pub(super) fn tokens() -> Vec<(String, i32)> {

@@ -100,7 +100,9 @@ impl GgufVocabulary {
         file: &SourceFile,
         vocab_size: usize,
     ) -> Result<Tokenizer, Fault> {
-        let model = metadata.string(file, MODEL, 256)?.ok_or_else(|| Fault::malformed(MODEL, "the key is missing"))?;
+        let model = metadata
+            .string(file, MODEL, 256)?
+            .ok_or_else(|| Fault::malformed(MODEL, "the key is missing"))?;
         let add_bos = metadata.boolean(ADD_BOS)?;
         let plan = match model.as_str() {
             "gpt2" => {
@@ -138,7 +140,9 @@ impl GgufVocabulary {
         let bos = match (plan.add_bos, self.bos) {
             (false, _) => None,
             (true, Some(bos)) => Some(bos),
-            (true, None) => return Err(Fault::malformed(BOS, "the key is missing, and the model wants a BOS")),
+            (true, None) => {
+                return Err(Fault::malformed(BOS, "the key is missing, and the model wants a BOS"));
+            }
         };
         Blueprint {
             vocab_size,
@@ -162,8 +166,12 @@ impl GgufVocabulary {
             let problem = format!("{} scores for {} tokens", scores.len(), self.entries.len());
             return Err(Fault::malformed(SCORES, problem));
         }
-        let bytes: BTreeSet<u8> =
-            self.entries.iter().filter(|e| e.kind == Kind::Byte).filter_map(|e| byte_token(&e.text)).collect();
+        let bytes: BTreeSet<u8> = self
+            .entries
+            .iter()
+            .filter(|e| e.kind == Kind::Byte)
+            .filter_map(|e| byte_token(&e.text))
+            .collect();
         if bytes.len() != 256 {
             let problem = format!("{} of 256 byte tokens; without them text would be lost", bytes.len());
             return Err(Fault::unsupported(TOKENS, problem));
@@ -230,15 +238,14 @@ fn rules(pre: Option<&str>) -> Result<Rules, Fault> {
     const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
     const DEFAULT: [&str; 4] = [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"];
     let bytes = |use_regex| PreTokenizerWrapper::from(ByteLevel::new(false, true, use_regex));
-    let plain = |steps| Rules { pre_tokenizer: Sequence::new(steps).into(), ignore_merges: false, adds_bos: false };
+    let plain =
+        |steps| Rules { pre_tokenizer: Sequence::new(steps).into(), ignore_merges: false, adds_bos: false };
     match pre {
         Some("smollm") => Ok(plain(vec![Digits::new(true).into(), bytes(true)])),
         Some("qwen2") => Ok(plain(vec![split(QWEN2)?, bytes(false)])),
-        Some("llama-bpe" | "llama3" | "llama-v3") => Ok(Rules {
-            ignore_merges: true,
-            adds_bos: true,
-            ..plain(vec![split(LLAMA3)?, bytes(false)])
-        }),
+        Some("llama-bpe" | "llama3" | "llama-v3") => {
+            Ok(Rules { ignore_merges: true, adds_bos: true, ..plain(vec![split(LLAMA3)?, bytes(false)]) })
+        }
         Some("gpt-2") => Ok(plain(vec![bytes(true)])),
         Some("default") | None => {
             let mut steps = DEFAULT.into_iter().map(split).collect::<Result<Vec<_>, _>>()?;

@@ -12,8 +12,7 @@ use super::build::{Blueprint, Entry, Kind, ends_text};
 use super::bytes::{Spelling, byte_token};
 use crate::error::Fault;
 
-const NORMALIZERS: [&str; 8] =
-    ["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Lowercase"];
+const NORMALIZERS: [&str; 8] = ["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Lowercase"];
 const PRE_TOKENIZERS: [&str; 7] =
     ["Sequence", "ByteLevel", "Digits", "Metaspace", "Split", "Punctuation", "WhitespaceSplit"];
 
@@ -221,7 +220,10 @@ impl TokenizerJson {
             match entries.iter().position(|entry| entry.text == *eos) {
                 Some(id) => _ = ids.insert(TokenId(id as u32)),
                 None => {
-                    return Err(Fault::malformed("eos_token", format_args!("{eos:?} is not in the vocabulary")));
+                    return Err(Fault::malformed(
+                        "eos_token",
+                        format_args!("{eos:?} is not in the vocabulary"),
+                    ));
                 }
             }
         }
@@ -269,7 +271,10 @@ fn spelling(json: &Json) -> Result<Spelling, Fault> {
     } else if kinds.contains(&"ByteFallback") || kinds.contains(&"Metaspace") {
         Spelling::SentencePiece
     } else {
-        return Err(Fault::unsupported("decoder", format_args!("{kinds:?}; ByteLevel and ByteFallback are served")));
+        return Err(Fault::unsupported(
+            "decoder",
+            format_args!("{kinds:?}; ByteLevel and ByteFallback are served"),
+        ));
     };
     if (spelling == Spelling::SentencePiece) != json.model.byte_fallback {
         let problem = format!("{} does not fit decoder {kinds:?}", json.model.byte_fallback);
@@ -286,7 +291,8 @@ fn part<T: DeserializeOwned>(json: Option<&Value>, key: &str, served: &[&str]) -
             let problem = format!("{kind:?} is not served; {} are", served.join(", "));
             return Err(Fault::unsupported(key, problem));
         }
-        let steps = ["normalizers", "pretokenizers"].into_iter().filter_map(|list| json.get(list)?.as_array());
+        let steps =
+            ["normalizers", "pretokenizers"].into_iter().filter_map(|list| json.get(list)?.as_array());
         steps.flatten().try_for_each(|step| check(step, key, served))
     }
     let Some(json) = json.filter(|json| !json.is_null()) else { return Ok(None) };

@@ -1,1 +1,189 @@
-//! Later.
+//! Promises that a scenario would not show.
+
+use pagedd_core::{Blocks, FinishReason, TenantId};
+use pagedd_sched::{AdmitError, StepOutput};
+
+use crate::bench::{Bench, config, id, request, share};
+
+#[test]
+fn a_failed_row_ends_its_request_only() {
+    for depth in [1, 2] {
+        let mut bench = Bench::new(config(32, 4), depth).tenant(0, 0, 32);
+        let mut forked = request(1, 0, 10, 8);
+        forked.n = 2;
+        bench.admit(forked).unwrap();
+        bench.admit(request(2, 0, 10, 8)).unwrap();
+        (0..3).for_each(|_| drop(bench.step()));
+        while bench.flying.len() > 1 {
+            bench.apply();
+        }
+        if bench.flying.is_empty() {
+            bench.plan();
+        }
+        let (plan, output) = bench.flying.pop_front().unwrap();
+        let broken = plan.rows[0].seq;
+        let sampled = output.sampled.into_iter().filter(|s| s.seq != broken).collect();
+        let failed = vec![(broken, "NaN logits".to_owned())];
+        bench.broken.push(id(1));
+        let output = StepOutput { plan: plan.id, sampled, failed, compute_us: 1 };
+        bench.flying.push_front((plan, output));
+        bench.apply();
+        let reasons: Vec<_> = bench.ends(id(1)).iter().map(|f| f.reason).collect();
+        assert_eq!(reasons, [FinishReason::Failed; 2], "both choices of the request, depth {depth}");
+        bench.finish();
+        assert_eq!(bench.ends(id(2))[0].reason, FinishReason::Length);
+    }
+}
+
+#[test]
+fn an_output_that_lacks_a_token_fails_that_request() {
+    let mut bench = Bench::new(config(32, 4), 1).tenant(0, 0, 32);
+    bench.admit(request(1, 0, 10, 8)).unwrap();
+    bench.plan();
+    bench.broken.push(id(1));
+    bench.flying[0].1.sampled.clear();
+    bench.apply();
+    assert_eq!(bench.ends(id(1))[0].reason, FinishReason::Failed);
+    bench.finish();
+}
+
+#[test]
+fn plans_run_in_any_number_of_repetitions_leave_the_same_arena() {
+    for depth in [1, 2, 3] {
+        let mut bench = Bench::new(config(10, 4), depth).tenant(0, 0, 10).tenant(1, 4, 10);
+        for number in 0..30 {
+            let mut new = request(number, (number % 2) as u32, 1 + (number % 9) as u32, 6);
+            new.n = 1 + (number % 3) as u32;
+            bench.admit(new).unwrap();
+        }
+        let mut steps = 0;
+        while bench.step() {
+            bench.replay(steps % 2 == 0);
+            steps += 1;
+        }
+        bench.everything_is_back();
+    }
+}
+
+#[test]
+fn a_floor_is_back_within_two_step_boundaries() {
+    for depth in [1, 2] {
+        let mut bench = Bench::new(config(32, 4), depth).tenant(0, 8, 32).tenant(1, 0, 32);
+        for number in 0..8 {
+            bench.admit(request(number, 1, 20, 200 / 8)).unwrap();
+        }
+        (0..12).for_each(|_| drop(bench.step()));
+        bench.admit(request(100, 0, 28, 4)).unwrap();
+        let mut boundaries = 0;
+        while bench.scheduler.stats().tenants[0].running == 0 {
+            boundaries += 1;
+            assert!(boundaries <= 2, "depth {depth}: {:?}", bench.scheduler.stats());
+            bench.step();
+        }
+        bench.finish();
+    }
+}
+
+#[test]
+fn a_backlog_of_one_tenant_does_not_hold_up_anothers_floor() {
+    let mut config = config(32, 4);
+    config.max_num_seqs = 4;
+    let mut bench = Bench::new(config, 1).tenant(0, 8, 32).tenant(1, 0, 32);
+    for number in 0..100 {
+        bench.admit(request(number, 1, 10, 10)).unwrap();
+    }
+    (0..3).for_each(|_| drop(bench.step()));
+    for number in 200..210 {
+        bench.admit(request(number, 0, 10, 4)).unwrap();
+        let mut steps = 0;
+        while bench.ends(id(number)).is_empty() {
+            steps += 1;
+            assert!(steps <= 6, "request {number} of the tenant with a floor took {steps} steps for 4 tokens");
+            bench.step();
+        }
+    }
+    bench.finish();
+}
+
+#[test]
+fn a_lowered_ceiling_is_enforced_by_cached_blocks_and_young_sequences_but_starves_nobody() {
+    let mut bench = Bench::new(config(16, 4), 1).tenant(0, 0, 16);
+    for number in 0..4 {
+        bench.admit(request(number, 0, 8, 8)).unwrap();
+    }
+    (0..4).for_each(|_| drop(bench.step()));
+    bench.scheduler.set_share(TenantId(0), share(0, 4)).unwrap();
+    bench.step();
+    let tenant = bench.scheduler.stats().tenants[0];
+    assert!(tenant.held + tenant.cached <= Blocks(4) && !tenant.share_pending, "{tenant:?}");
+    bench.finish();
+    assert_eq!(bench.finished.len(), 4);
+}
+
+#[test]
+fn bounds_that_contradict_admitted_requests_wait_for_them() {
+    for (floor, ceiling) in [(0, 2), (0, 0)] {
+        let mut bench = Bench::new(config(16, 4), 2).tenant(0, 0, 16).tenant(1, 0, 16);
+        bench.admit(request(1, 0, 30, 20)).unwrap();
+        bench.step();
+        bench.scheduler.set_share(TenantId(0), share(floor, ceiling)).unwrap();
+        bench.scheduler.set_share(TenantId(1), share(14, 16)).unwrap();
+        assert!(bench.scheduler.stats().tenants.iter().all(|t| t.share_pending));
+        let refused = bench.admit(request(2, 0, 10, 4)).unwrap_err();
+        assert_eq!(refused, AdmitError::NeverFits { needed: Blocks(4), allowed: Blocks(ceiling) });
+        for number in 10..20 {
+            bench.admit(request(number, 1, 30, 20)).unwrap();
+        }
+        bench.finish();
+        assert_eq!(bench.ends(id(1))[0].reason, FinishReason::Length, "what was admitted is served");
+        assert!(bench.scheduler.stats().tenants.iter().all(|t| !t.share_pending));
+        bench.check();
+    }
+}
+
+#[test]
+fn the_next_turn_of_a_chat_finds_the_answer_of_the_last_one() {
+    let mut bench = Bench::new(config(32, 4), 1).tenant(0, 0, 32);
+    bench.admit(request(1, 0, 10, 9)).unwrap();
+    bench.finish();
+    let mut next = request(2, 0, 10, 4);
+    next.prompt.extend(&bench.tokens[&(id(1), 0)]);
+    next.prompt.extend(&request(3, 0, 5, 1).prompt);
+    bench.admit(next).unwrap();
+    bench.finish();
+    let ended = bench.ends(id(2))[0].ended.unwrap();
+    // 18 positions of the first turn were computed: 4 full blocks of 4.
+    assert_eq!(ended.cached_tokens.0, 16);
+}
+
+#[test]
+fn without_the_cache_nothing_is_found_and_nothing_stays() {
+    let mut config = config(32, 4);
+    config.prefix_cache = false;
+    let mut bench = Bench::new(config, 1).tenant(0, 0, 32);
+    for number in 0..3 {
+        let mut same = request(number, 0, 16, 4);
+        same.prompt = request(0, 0, 16, 4).prompt;
+        bench.admit(same).unwrap();
+        bench.finish();
+    }
+    let stats = bench.scheduler.stats();
+    assert_eq!((stats.pool.free, stats.tenants[0].prefix_hit_tokens), (Blocks(32), 0));
+}
+
+#[test]
+fn a_removed_tenants_requests_end_and_its_blocks_are_free_for_others() {
+    let mut bench = Bench::new(config(8, 4), 2).tenant(0, 4, 8).tenant(1, 0, 8);
+    bench.admit(request(1, 0, 12, 8)).unwrap();
+    bench.admit(request(2, 0, 4, 8)).unwrap();
+    bench.step();
+    let ends = bench.scheduler.remove_tenant(TenantId(0));
+    assert_eq!(ends.len(), 2);
+    bench.note(ends);
+    bench.check();
+    bench.admit(request(3, 1, 20, 10)).unwrap();
+    bench.finish();
+    let stats = bench.scheduler.stats();
+    assert_eq!(stats.tenants.len(), 1);
+    assert_eq!(stats.pool.free + stats.pool.cached, Blocks(8));
+}
