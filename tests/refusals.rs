@@ -156,10 +156,15 @@ fn a_model_that_lies_about_its_sizes_fails_and_the_daemon_stays() {
 }
 
 #[test]
-fn a_file_that_is_no_model_and_one_that_is_not_there_fail_with_the_path() {
+fn a_file_that_is_no_model_fails_with_its_path_and_the_daemon_stays() {
     let site = Site::new("");
     let text = site.file("notes.gguf");
     fs::write(&text, "no model at all").expect("write it");
     fails_to_load(&text, &["notes.gguf"]);
-    fails_to_load(&site.file("absent.gguf"), &["absent.gguf"]);
+}
+
+#[test]
+fn a_model_that_is_not_there_is_refused_with_its_path() {
+    let path = Path::new("/nowhere/absent.gguf");
+    refused(&model_yaml("smollm2", path, "kv_memory: 4096 tokens"), &["/nowhere/absent.gguf", ":3:"]);
 }

@@ -1,7 +1,7 @@
 //! How fast the kernels are on this machine.
 //!
 //! Prints the read bandwidth, GMAC/s of products per format, rows and threads (with the weights' GB/s), and GB/s of KV of attention.
-//! The shapes are those of a 135M-parameter Llama: width 576, feed-forward 1536, vocabulary 49152. Medians; run it on a quiet machine.
+//! The shapes are those of a 135M-parameter Llama: width 576, feed-forward 1536, vocabulary 49152. Best of several runs.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -40,23 +40,21 @@ fn counts(most: usize) -> Vec<usize> {
     if most > 1 { vec![1, most] } else { vec![1] }
 }
 
-/// Median seconds of `runs` runs.
-fn median(runs: usize, mut run: impl FnMut()) -> f64 {
+/// Seconds of the best of `runs` runs: other load only ever adds.
+fn best(runs: usize, mut run: impl FnMut()) -> f64 {
     run();
-    let mut times: Vec<f64> = (0..runs)
+    (0..runs)
         .map(|_| {
             let start = Instant::now();
             run();
             start.elapsed().as_secs_f64()
         })
-        .collect();
-    times.sort_by(f64::total_cmp);
-    times[runs / 2]
+        .fold(f64::INFINITY, f64::min)
 }
 
 fn bandwidth(pool: &ThreadPool) {
     let data = vec![1_u64; 32 << 20];
-    let seconds = median(7, || {
+    let seconds = best(7, || {
         pool.run(&|index, of| {
             let part = data.len() / of;
             let mut lanes = [0_u64; 16];
@@ -104,7 +102,7 @@ fn products(pool: &ThreadPool, isa: Isa, ty: TensorType) -> Result<(), Box<dyn s
         narrow.set(pool, isa, &x[..rows * width], width, packed.activations())?;
         wide.set(pool, isa, &x, ffn, packed.activations())?;
         let mut out = vec![0.0; rows * 2 * ffn];
-        let seconds = median(if rows > 8 { 5 } else { 15 }, || {
+        let seconds = best(if rows > 8 { 5 } else { 15 }, || {
             for (layout, bytes) in &weights {
                 let Ok(weights) = Matrix::new(*layout, bytes) else { return };
                 let x = if layout.columns() == width { &narrow } else { &wide };
@@ -131,7 +129,7 @@ fn heads(pool: &ThreadPool, isa: Isa) -> Result<(), Box<dyn std::error::Error>> 
         let mut activations = Activations::new();
         activations.set(pool, isa, &x, 576, layout.ty().activations())?;
         let mut out = vec![0.0; rows * 49152];
-        let seconds = median(7, || {
+        let seconds = best(7, || {
             let Ok(weights) = Matrix::new(layout, &bytes) else { return };
             let product = Product { weights, out: &mut out, stride: 49152 };
             let _ = matmul_all(pool, isa, &activations, &mut [product]);
@@ -168,7 +166,7 @@ fn decode(pool: &ThreadPool, isa: Isa) -> Result<(), Box<dyn std::error::Error>>
         let q = vec![0.5; sequences * 9 * 64];
         let mut out = vec![0.0; q.len()];
         let shape = AttentionShape { heads: 9, scale: 0.125 };
-        let seconds = median(15, || {
+        let seconds = best(15, || {
             let _ = attention(pool, isa, shape, &mapping, 0, &q, &arena, &mut out);
         });
         let bytes = sequences * context * 2 * 3 * 64 * 2;
@@ -193,7 +191,7 @@ fn prompt(pool: &ThreadPool, isa: Isa) -> Result<(), Box<dyn std::error::Error>>
         let q = vec![0.5; tokens as usize * 9 * 64];
         let mut out = vec![0.0; q.len()];
         let shape = AttentionShape { heads: 9, scale: 0.125 };
-        let seconds = median(5, || {
+        let seconds = best(5, || {
             let _ = attention(pool, isa, shape, &mapping, 0, &q, &arena, &mut out);
         });
         let macs = f64::from(tokens) * f64::from(tokens) * 9.0 * 64.0;
@@ -212,17 +210,17 @@ fn small(pool: &ThreadPool, isa: Isa) -> Result<(), Box<dyn std::error::Error>> 
     let x: Vec<f32> = (0..rows * 1536).map(|i| (i % 97) as f32 / 50.0 - 1.0).collect();
     let mut out = vec![0.0; rows * 1536];
     let weight = vec![1.0; 576];
-    let norm = median(9, || {
+    let norm = best(9, || {
         let _ = rms_norm(pool, &x[..rows * 576], &weight, 1e-5, &mut out[..rows * 576]);
     });
-    let silu = median(9, || {
-        let _ = silu_mul(pool, &mut out, &x);
+    let silu = best(9, || {
+        let _ = silu_mul(pool, isa, &mut out, &x);
     });
     let mut activations = Activations::new();
-    let quantise = median(9, || {
+    let quantise = best(9, || {
         let _ = activations.set(pool, isa, &x, 1536, pagedd_kernels::ActivationKind::Int8);
     });
-    let empty = median(999, || pool.run(&|_, _| ()));
+    let empty = best(999, || pool.run(&|_, _| ()));
     println!(
         "512 rows: norm {:.0} us, silu {:.0} us, quantise 1536 {:.0} us; empty task {:.2} us",
         norm * 1e6,

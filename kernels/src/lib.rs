@@ -17,6 +17,6 @@ pub use cpu::isa::Isa;
 pub use cpu::kv::{KvElement, KvLayout, KvRow, SlotMapping, copy_block, write_kv};
 pub use cpu::matmul::{Product, matmul, matmul_all};
 pub use cpu::ops::{Pairing, RopeAngles, add, add_bias, rms_norm, rope, silu_mul};
-pub use cpu::packed::{Matrix, MatrixLayout, PANEL, PackedType, pack};
+pub use cpu::packed::{Matrix, MatrixLayout, PANEL as PANEL_ROWS, PackedType, pack};
 pub use cpu::pool::ThreadPool;
 pub use error::{KvError, ShapeError};

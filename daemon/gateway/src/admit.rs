@@ -102,6 +102,8 @@ mod tests {
             max_n: 1,
             max_body: 100,
             max_connections: 10,
+            header_timeout_ms: 1000,
+            idle_timeout_ms: 1000,
             keys,
             closed: None,
         }

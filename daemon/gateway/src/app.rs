@@ -32,10 +32,6 @@ use crate::text::Text;
 /// Times and counts that tests shorten.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Settings {
-    /// From a head's first byte (or the connection's start) to its end.
-    pub header_timeout: Duration,
-    /// Between two requests of a connection.
-    pub idle_timeout: Duration,
     /// From a body's start to its end.
     pub body_timeout: Duration,
     /// Between two signs of life on a stream.
@@ -51,9 +47,6 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            header_timeout: Duration::from_secs(30),
-            // Longer than the usual 60 s of load balancers, which would otherwise meet a reset.
-            idle_timeout: Duration::from_secs(90),
             body_timeout: Duration::from_secs(120),
             keep_alive: Duration::from_secs(10),
             health_timeout: Duration::from_secs(1),
@@ -179,7 +172,11 @@ impl App {
         start: Instant,
     ) -> Result<Response<Body>, ApiError> {
         if standing == Standing::Beyond && !route.is_health() {
-            return Err(ApiError::unavailable("too_many_connections", "too many connections are open on this port", 1));
+            return Err(ApiError::unavailable(
+                "too_many_connections",
+                "too many connections are open on this port",
+                1,
+            ));
         }
         let (allowed, is_allowed) = match route {
             Route::Generate(_) => ("POST", request.method() == Method::POST),
@@ -431,7 +428,10 @@ fn is_json(kind: &HeaderValue) -> bool {
 fn last_event_id(headers: &HeaderMap) -> Result<u64, ApiError> {
     let Some(id) = headers.get(LAST_EVENT_ID) else { return Ok(0) };
     id.to_str().ok().and_then(|id| if id.is_empty() { Some(0) } else { id.parse().ok() }).ok_or_else(|| {
-        ApiError::value("Last-Event-ID", "the header `Last-Event-ID` must be an id of this request's stream, a number")
+        ApiError::value(
+            "Last-Event-ID",
+            "the header `Last-Event-ID` must be an id of this request's stream, a number",
+        )
     })
 }
 
@@ -454,7 +454,9 @@ fn event_stream(body: Body) -> Response<Body> {
     let mut response = response(StatusCode::OK, "text/event-stream; charset=utf-8", body);
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     // Proxies that collect answers would hold tokens back.
-    response.headers_mut().insert(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
+    response
+        .headers_mut()
+        .insert(HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no"));
     response
 }
 

@@ -36,7 +36,8 @@ pub async fn collect(mut body: Incoming, limit: u64, time: Duration) -> Result<B
     let mut whole = BytesMut::with_capacity(usize::try_from(length).unwrap_or(0));
     let read = timeout(time, async {
         while let Some(frame) = body.frame().await {
-            let frame = frame.map_err(|_| ApiError::body("the connection broke before the body was complete"))?;
+            let frame =
+                frame.map_err(|_| ApiError::body("the connection broke before the body was complete"))?;
             if let Ok(data) = frame.into_data() {
                 if (whole.len() + data.len()) as u64 > limit {
                     return Err(ApiError::too_large(limit));

@@ -11,10 +11,10 @@ use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 
+use hyper::Request;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper::Request;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -29,6 +29,13 @@ use crate::link::Phase;
 /// Bytes of a head, and of what is read or written at once.
 const BUFFER: usize = 64 << 10;
 
+/// Longest head of a connection that came before the daemon named a limit.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
+/// Longest pause of one. Longer than the usual 60 s of load balancers, which would otherwise meet a reset.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(90);
+/// Both, of a connection that is one too many.
+const BEYOND_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Serves one connection to its end.
 pub async fn serve(app: Arc<App>, stream: TcpStream, standing: Standing) {
     // Tokens are small and must not wait for one another.
@@ -39,12 +46,13 @@ pub async fn serve(app: Arc<App>, stream: TcpStream, standing: Standing) {
     if let Err(error) = rustix::net::sockopt::set_socket_keepalive(&stream, true) {
         debug!(%error, "a peer that vanishes is not noticed");
     }
-    let (header_timeout, idle_timeout) = match standing {
-        Standing::Within => (app.settings.header_timeout, app.settings.idle_timeout),
-        Standing::Beyond => {
-            let short = app.settings.header_timeout.min(Duration::from_secs(1));
-            (short, short)
-        }
+    let (header_timeout, idle_timeout) = match (standing, app.link.welcome()) {
+        (Standing::Within, Some(welcome)) => (
+            Duration::from_millis(welcome.header_timeout_ms.into()),
+            Duration::from_millis(welcome.idle_timeout_ms.into()),
+        ),
+        (Standing::Within, None) => (HEADER_TIMEOUT, IDLE_TIMEOUT),
+        (Standing::Beyond, _) => (BEYOND_TIMEOUT, BEYOND_TIMEOUT),
     };
     let head = Arc::new(HeadTimer::new());
     let mut phases = app.link.phases();

@@ -50,7 +50,9 @@ fn main() -> ExitCode {
     let socket = match socket {
         Ok(socket) => socket,
         Err(_) => {
-            eprintln!("pagedd-gateway: fd {SOCKET} is no socket: this program is started by pagedd, not by hand");
+            eprintln!(
+                "pagedd-gateway: fd {SOCKET} is no socket: this program is started by pagedd, not by hand"
+            );
             return ExitCode::from(2);
         }
     };

@@ -32,9 +32,8 @@ pub struct Metrics {
     whole: Histogram,
 }
 
-const FIRST_TOKEN: [f64; 18] = [
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
-];
+const FIRST_TOKEN: [f64; 18] =
+    [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0];
 const BETWEEN_TOKENS: [f64; 14] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1.0];
 const WHOLE: [f64; 14] = [0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0];
@@ -50,7 +49,11 @@ impl Metrics {
         let first_token = Histogram::new(FIRST_TOKEN);
         let between_tokens = Histogram::new(BETWEEN_TOKENS);
         let whole = Histogram::new(WHOLE);
-        registry.register("gateway_connections", "Open connections of the tenant's port", connections.clone());
+        registry.register(
+            "gateway_connections",
+            "Open connections of the tenant's port",
+            connections.clone(),
+        );
         registry.register(
             "http_responses",
             "Answers of the tenant's port, by route and class of status",
@@ -61,8 +64,16 @@ impl Metrics {
             "From the end of a request's head to its first token",
             first_token.clone(),
         );
-        registry.register("inter_token_latency_seconds", "Between two tokens of a choice", between_tokens.clone());
-        registry.register("e2e_request_latency_seconds", "From the end of a request's head to its last token", whole.clone());
+        registry.register(
+            "inter_token_latency_seconds",
+            "Between two tokens of a choice",
+            between_tokens.clone(),
+        );
+        registry.register(
+            "e2e_request_latency_seconds",
+            "From the end of a request's head to its last token",
+            whole.clone(),
+        );
         Self { registry, connections, answers, first_token, between_tokens, whole }
     }
 

@@ -91,7 +91,9 @@ impl Preparation<'_> {
         };
         let frame = encode(&submit).map_err(|error| match error {
             FrameError::TooLong { .. } => ApiError::too_large(self.welcome.max_body),
-            FrameError::Malformed { .. } => ApiError::internal("the request cannot be written for the daemon"),
+            FrameError::Malformed { .. } => {
+                ApiError::internal("the request cannot be written for the daemon")
+            }
         })?;
         Ok(Prepared { frame, context, warnings: request.warnings })
     }
@@ -114,7 +116,8 @@ impl Preparation<'_> {
             Input::Tokens(tokens) => tokens.clone(),
         };
         if prompt.is_empty() {
-            let message = format!("`{field}` is empty, and the model has no token that stands for an empty start");
+            let message =
+                format!("`{field}` is empty, and the model has no token that stands for an empty start");
             return Err(ApiError::value(field, message));
         }
         if let Some(token) = prompt.iter().find(|token| **token >= vocab) {

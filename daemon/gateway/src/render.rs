@@ -160,12 +160,8 @@ impl Renderer {
     #[must_use]
     pub fn new(text: Arc<Text>, context: &Context, n: u32, prompt_tokens: u32) -> Self {
         let stops = StopStrings::new(&context.stop);
-        let choice = || Choice {
-            detok: Detok::default(),
-            scan: StopScan::new(&stops),
-            shown: false,
-            ended: false,
-        };
+        let choice =
+            || Choice { detok: Detok::default(), scan: StopScan::new(&stops), shown: false, ended: false };
         Self {
             text,
             ignore_eos: context.ignore_eos,

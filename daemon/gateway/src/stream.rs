@@ -94,7 +94,8 @@ impl Delivery {
     pub async fn whole(mut self) -> Result<Bytes, ApiError> {
         let mut answer = Answer::new(self.n, self.renderer.usage());
         loop {
-            let steps = self.advance(u64::MAX).await.map_err(|gone| broken_off(gone, self.reader.request()))?;
+            let steps =
+                self.advance(u64::MAX).await.map_err(|gone| broken_off(gone, self.reader.request()))?;
             for event in steps.into_iter().filter_map(|step| step.event) {
                 if answer.add(event)? {
                     return Ok(self.head.answer(&answer));

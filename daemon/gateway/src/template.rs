@@ -158,7 +158,8 @@ fn fork(
         identity: identity.map(|(uid, gid)| Identity { uid, gid }),
         sandbox: Sandbox { no_new_privs: true },
     };
-    fork_confined(&confinement, &[listener.as_fd(), socket.as_fd()]).map_err(|e| e.to_string().replace('\n', " "))
+    fork_confined(&confinement, &[listener.as_fd(), socket.as_fd()])
+        .map_err(|e| e.to_string().replace('\n', " "))
 }
 
 /// Serves the tenant to the end of this process.

@@ -71,7 +71,8 @@ impl Text {
                 sent
             })
             .collect();
-        let options = RenderOptions { add_generation_prompt: true, now: Some(now), ..RenderOptions::default() };
+        let options =
+            RenderOptions { add_generation_prompt: true, now: Some(now), ..RenderOptions::default() };
         Ok(ids(&self.tokenizer.encode_pieces(&template.render(&messages, &options)?)))
     }
 

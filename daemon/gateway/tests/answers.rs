@@ -4,6 +4,7 @@ mod common;
 
 use common::client::{events, get, post, post_with, request, text_of};
 use common::{Options, Script, Server, closed, log_of, tokens_of, welcome};
+use pagedd_model::testing::GgufValue;
 use pagedd_wire::gateway::{Closed, Entry, Finish, OnLeave, Refusal, ToDaemon, ToGateway, Welcome};
 use serde_json::{Value, json};
 
@@ -33,7 +34,10 @@ fn a_chat_answer_comes_whole() {
     let id = response.header("pagedd-request-id").unwrap();
     assert_eq!(answer["id"], format!("chatcmpl-{id}"));
     assert_eq!(answer["object"], "chat.completion");
-    assert_eq!(answer["choices"][0]["message"], json!({"role": "assistant", "content": "hi 🤣", "refusal": null}));
+    assert_eq!(
+        answer["choices"][0]["message"],
+        json!({"role": "assistant", "content": "hi 🤣", "refusal": null})
+    );
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");
     assert_eq!(answer["usage"]["completion_tokens"], server.text.prompt("hi 🤣").len());
     assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 3);
@@ -51,13 +55,22 @@ fn bug_10_finish_reason_is_null_until_the_last_chunk_of_a_stream() {
     let response = post(server.address, CHAT, &chat(r#","stream":true"#));
     assert_eq!(response.header("content-type"), Some("text/event-stream; charset=utf-8"));
     let events = events(&response.body);
-    let reasons: Vec<&Value> =
-        events.iter().filter_map(|e| e.data.as_ref()).map(|data| &data["choices"][0]["finish_reason"]).collect();
+    let reasons: Vec<&Value> = events
+        .iter()
+        .filter_map(|e| e.data.as_ref())
+        .map(|data| &data["choices"][0]["finish_reason"])
+        .collect();
     assert_eq!(reasons, [&Value::Null, &Value::Null, &Value::Null, &json!("stop")]);
-    assert_eq!(events.iter().map(|event| event.id).collect::<Vec<_>>(), [Some(1), Some(2), Some(3), Some(4), None]);
+    assert_eq!(
+        events.iter().map(|event| event.id).collect::<Vec<_>>(),
+        [Some(1), Some(2), Some(3), Some(4), None]
+    );
     assert_eq!(events.last().unwrap().data, None);
-    let roles: Vec<&Value> =
-        events.iter().filter_map(|e| e.data.as_ref()).map(|data| &data["choices"][0]["delta"]["role"]).collect();
+    let roles: Vec<&Value> = events
+        .iter()
+        .filter_map(|e| e.data.as_ref())
+        .map(|data| &data["choices"][0]["delta"]["role"])
+        .collect();
     assert_eq!(roles, [&json!("assistant"), &Value::Null, &Value::Null, &Value::Null]);
     assert_eq!(text_of(&events, 0), "abc");
 }
@@ -69,7 +82,10 @@ fn bug_7_an_emoji_of_four_tokens_arrives_in_one_event() {
     let events = events(&response.body);
     assert_eq!(text_of(&events, 0), "a🤣你好");
     assert!(!response.body.contains('\u{FFFD}'));
-    assert_eq!(events.iter().map(|event| event.id).collect::<Vec<_>>(), [Some(1), Some(5), Some(8), Some(11), Some(12), None]);
+    assert_eq!(
+        events.iter().map(|event| event.id).collect::<Vec<_>>(),
+        [Some(1), Some(5), Some(8), Some(11), Some(12), None]
+    );
 }
 
 #[test]
@@ -181,14 +197,18 @@ fn a_stop_token_shows_nothing_and_counts() {
         Script::Log(entries)
     });
     let answer = post(server.address, TEXT, &completion("")).json();
-    assert_eq!((&answer["choices"][0]["text"], &answer["usage"]["completion_tokens"]), (&json!("ab"), &json!(3)));
+    assert_eq!(
+        (&answer["choices"][0]["text"], &answer["usage"]["completion_tokens"]),
+        (&json!("ab"), &json!(3))
+    );
     post(server.address, TEXT, &completion(r#","ignore_eos":true"#));
     assert_eq!(server.daemon.wait_request().stop_ids, Vec::<u32>::new());
 }
 
 #[test]
 fn bug_14_a_limit_left_out_is_16_for_completions_and_the_operators_for_chats() {
-    let options = Options { welcome: Welcome { default_max_tokens: Some(40), ..welcome() }, ..Options::default() };
+    let options =
+        Options { welcome: Welcome { default_max_tokens: Some(40), ..welcome() }, ..Options::default() };
     let text = options.text.clone();
     let server = Server::start(options, move |_| Script::Log(log_of(&text, "a")));
     post(server.address, TEXT, &completion(""));
@@ -209,7 +229,11 @@ fn what_is_longer_than_the_context_is_refused_with_the_numbers() {
         let body = format!(r#"{{"model":"tiny","prompt":{:?}{fields}}}"#, vec![1; prompt]);
         let response = post(server.address, TEXT, &body);
         assert_eq!(response.error(), (400, "prompt".to_owned(), "context_length_exceeded".to_owned()));
-        assert!(response.body.contains(&prompt.to_string()) && response.body.contains("512"), "{}", response.body);
+        assert!(
+            response.body.contains(&prompt.to_string()) && response.body.contains("512"),
+            "{}",
+            response.body
+        );
     }
 }
 
@@ -252,14 +276,17 @@ fn bug_13_an_empty_prompt_is_refused_or_begins_with_bos() {
         r#"{"model":"tiny","prompt":[""]}"#,
         r#"{"model":"tiny","prompt":[[]]}"#,
     ] {
-        assert_eq!(post(server.address, TEXT, body).error(), (400, "prompt".to_owned(), "invalid_value".to_owned()));
+        assert_eq!(
+            post(server.address, TEXT, body).error(),
+            (400, "prompt".to_owned(), "invalid_value".to_owned())
+        );
     }
     let response = post(server.address, CHAT, r#"{"model":"tiny","messages":[]}"#);
     assert_eq!(response.error(), (400, "messages".to_owned(), "invalid_value".to_owned()));
 
     let (_directory, path) = common::model(|writer| {
-        writer.set("tokenizer.ggml.add_bos_token", true);
-        writer.set("tokenizer.ggml.bos_token_id", pagedd_model::testing::IM_START);
+        writer.set("tokenizer.ggml.add_bos_token", GgufValue::Bool(true));
+        writer.set("tokenizer.ggml.bos_token_id", GgufValue::U32(pagedd_model::testing::IM_START));
     });
     let text = common::load(&path);
     let options = Options { text: text.clone(), ..Options::default() };
@@ -275,9 +302,12 @@ fn bug_13_an_empty_prompt_is_refused_or_begins_with_bos() {
 #[test]
 fn bug_25_a_template_and_a_tokenizer_that_both_add_bos_give_one() {
     let (_directory, path) = common::model(|writer| {
-        writer.set("tokenizer.ggml.add_bos_token", true);
-        writer.set("tokenizer.ggml.bos_token_id", 264_u32);
-        writer.set("tokenizer.chat_template", "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}");
+        writer.set("tokenizer.ggml.add_bos_token", GgufValue::Bool(true));
+        writer.set("tokenizer.ggml.bos_token_id", GgufValue::U32(264));
+        writer.set(
+            "tokenizer.chat_template",
+            "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        );
     });
     let text = common::load(&path);
     let options = Options { text: text.clone(), ..Options::default() };

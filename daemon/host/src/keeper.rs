@@ -102,11 +102,6 @@ pub fn lifeline() -> Option<OwnedFd> {
     if ours { inherited(number).ok() } else { None }
 }
 
-/// Whether a keeper started this process.
-pub fn is_kept() -> bool {
-    env::var_os(KEEPER_FD).is_some()
-}
-
 #[derive(thiserror::Error, Debug)]
 enum KeeperError {
     #[error(transparent)]
@@ -226,9 +221,10 @@ impl Keeper {
     fn watch(&mut self, child: &Child) -> Result<ExitStatus, KeeperError> {
         loop {
             self.wait(Some(child), self.stop_by)?;
+            let mut some_ended = false;
             while let Some(signal) = self.next_signal()? {
                 match signal {
-                    Signal::CHILD => reap_all(child),
+                    Signal::CHILD => some_ended = true,
                     Signal::HUP => child.signal(signal)?,
                     _ => {
                         info!("stopping");
@@ -236,6 +232,10 @@ impl Keeper {
                         child.signal(signal)?;
                     }
                 }
+            }
+            // After the signals: one that comes from here on finds the daemon dead, and no stop to blame for it.
+            if some_ended {
+                reap_all(child);
             }
             // First the end, then the messages: what an ended daemon has sent is all there.
             let ended = child.wait(Duration::ZERO)?;

@@ -419,9 +419,15 @@ fn close_on_exec(from: RawFd, to: RawFd) {
 /// Every signal at its default and none blocked, as a fresh program expects.
 #[allow(unsafe_code)]
 fn default_signals() {
-    for signal in 1..=libc::SIGRTMAX() {
-        // SAFETY: SIG_DFL installs no code. Signals that cannot be changed fail and stay.
-        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    // By the kernel's own call, since the C library hides the signals that it uses itself: zeros are SIG_DFL, no flags, an
+    // empty mask.
+    let default = [0u64; 4];
+    for signal in 1..=64 {
+        // SAFETY: the kernel reads at most these 32 bytes, and is given no place to write to. SIG_DFL installs no code. Signals
+        // that cannot be changed fail and stay.
+        unsafe {
+            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), ptr::null::<u64>(), 8usize)
+        };
     }
     set_mask(&SigSet::empty(), None);
 }

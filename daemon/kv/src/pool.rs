@@ -50,7 +50,9 @@ pub enum Violation {
         capacity: Blocks,
     },
     /// I8, second half: an account's numbers are not those of its blocks.
-    #[error("{account:?} counts held {held} and cached {cached}, its blocks say {found_held} and {found_cached}")]
+    #[error(
+        "{account:?} counts held {held} and cached {cached}, its blocks say {found_held} and {found_cached}"
+    )]
     Account {
         /// Whose.
         account: AccountId,
@@ -194,7 +196,8 @@ impl BlockPool {
             return Err(ShareError::FloorAboveCeiling { floor: share.floor, ceiling: share.ceiling });
         }
         let others = self.accounts().filter(|(other, _)| Some(*other) != id);
-        let sum = others.map(|(_, usage)| u64::from(usage.share.floor.0)).sum::<u64>() + u64::from(share.floor.0);
+        let sum =
+            others.map(|(_, usage)| u64::from(usage.share.floor.0)).sum::<u64>() + u64::from(share.floor.0);
         if sum > u64::from(self.capacity().0) {
             return Err(ShareError::FloorsExceedPool { sum, capacity: self.capacity() });
         }
@@ -245,7 +248,9 @@ impl BlockPool {
     pub fn share(&mut self, lease: &BlockLease) -> BlockLease {
         match &mut self.slots[lease.block().0 as usize] {
             Slot::Held { count, .. } => *count += 1,
-            Slot::Free | Slot::Cached { .. } => debug_assert!(false, "{} is leased but not held", lease.block()),
+            Slot::Free | Slot::Cached { .. } => {
+                debug_assert!(false, "{} is leased but not held", lease.block());
+            }
         }
         BlockLease::new(lease.block(), lease.account())
     }
@@ -390,7 +395,7 @@ impl BlockPool {
         let (mut free, mut keys) = (0_u32, 0_usize);
         for (i, slot) in self.slots.iter().enumerate() {
             let block = BlockId(i as u32);
-            let (key, account) = match *slot {
+            let key = match *slot {
                 Slot::Free => {
                     free += 1;
                     if !self.orders.is_free(block) {
@@ -400,7 +405,7 @@ impl BlockPool {
                 }
                 Slot::Held { account, key, .. } => {
                     counted[account.0 as usize].0 += 1;
-                    (key, account)
+                    key
                 }
                 Slot::Cached { account, key, tick } => {
                     counted[account.0 as usize].1 += 1;
@@ -408,10 +413,9 @@ impl BlockPool {
                     if listed != Some(&block) {
                         return Err(Violation::Index { block });
                     }
-                    (Some(key), account)
+                    Some(key)
                 }
             };
-            let _ = account;
             if let Some(key) = key {
                 keys += 1;
                 if self.index.block(key) != Some(block) {

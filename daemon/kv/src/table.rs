@@ -54,7 +54,6 @@ impl BlockTable {
     }
 
     /// The leases, in order.
-    #[must_use]
     pub fn leases(&self) -> &[BlockLease] {
         &self.leases
     }

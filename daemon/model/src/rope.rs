@@ -1,5 +1,5 @@
 //! Rotary position embedding (Su et al. 2021) and its scalings: linear (Chen et al. 2023), the bands of Llama 3.1, and
-//! YaRN (Peng et al. 2023).
+//! `YaRN` (Peng et al. 2023).
 
 use std::f64::consts::PI;
 
@@ -35,7 +35,7 @@ pub enum RopeScaling {
         /// Context of the first training.
         original_context: u32,
     },
-    /// YaRN: a ramp over dimensions between kept and scaled frequencies, and a factor on cosine and sine.
+    /// `YaRN`: a ramp over dimensions between kept and scaled frequencies, and a factor on cosine and sine.
     Yarn {
         /// At least 1.
         factor: f32,
@@ -71,7 +71,7 @@ pub struct Rope {
 pub struct RopeFrequencies {
     /// Radians per position, `head_dim / 2` of them.
     pub inverse: Vec<f32>,
-    /// 1 except for YaRN.
+    /// 1 except for `YaRN`.
     pub attention_factor: f32,
 }
 
@@ -133,12 +133,12 @@ impl Rope {
     }
 }
 
-/// YaRN's factor on cosine and sine where the model states none.
+/// `YaRN`'s factor on cosine and sine where the model states none.
 pub(crate) fn yarn_attention_factor(factor: f32) -> f32 {
     if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 }
 }
 
-/// Refuses YaRN constants that make no ramp.
+/// Refuses `YaRN` constants that make no ramp.
 pub(crate) fn check_yarn(scaling: &RopeScaling, key: &str) -> Result<(), Fault> {
     if let RopeScaling::Yarn { beta_fast, beta_slow, attention_factor, .. } = scaling {
         let positive =

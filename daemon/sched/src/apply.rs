@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 
 use pagedd_core::{FinishReason, SequenceId, Tokens};
+use pagedd_kv::BlockLease;
 
 use crate::plan::{Row, Sampled, StepOutput, StepPlan};
 use crate::request::{Applied, Emitted};
@@ -17,6 +18,7 @@ impl Scheduler {
     ///
     /// A token drawn after its choice ended is dropped. A row that failed, or that lacks a token it was to draw, ends its whole
     /// request with [`FinishReason::Failed`], and no other.
+    #[allow(clippy::needless_pass_by_value, reason = "what must not be applied twice is given away")]
     pub fn apply(&mut self, plan: StepPlan, output: StepOutput) -> Applied {
         debug_assert_eq!(output.plan, plan.id, "the output of another plan");
         debug_assert_eq!(self.flights.front().map(|f| f.id), Some(plan.id), "plans are applied in order");
@@ -25,7 +27,8 @@ impl Scheduler {
                 self.pool.release(copy.from);
             }
         }
-        let mut drawn: BTreeMap<SequenceId, Sampled> = output.sampled.into_iter().map(|s| (s.seq, s)).collect();
+        let mut drawn: BTreeMap<SequenceId, Sampled> =
+            output.sampled.into_iter().map(|s| (s.seq, s)).collect();
         let mut applied = Applied::default();
         for row in &plan.rows {
             if output.failed.iter().any(|(seq, _)| *seq == row.seq) {
@@ -45,7 +48,11 @@ impl Scheduler {
 
     /// Undoes the newest plan in flight, which never ran and never will.
     pub fn revert(&mut self, plan: StepPlan) {
-        debug_assert_eq!(self.flights.back().map(|f| f.id), Some(plan.id), "only the newest plan is reverted");
+        debug_assert_eq!(
+            self.flights.back().map(|f| f.id),
+            Some(plan.id),
+            "only the newest plan is reverted"
+        );
         let Some(flight) = self.flights.pop_back() else { return };
         for row in plan.rows.iter().rev() {
             for id in &row.samples {
@@ -134,7 +141,13 @@ impl Scheduler {
                 choice: sequence.choice,
                 sampling: sequence.sampling,
                 tokens: sequence.tokens.clone(),
-                blocks: progress.table.leases().iter().take(progress.sent_applied).map(|l| l.block()).collect(),
+                blocks: progress
+                    .table
+                    .leases()
+                    .iter()
+                    .take(progress.sent_applied)
+                    .map(BlockLease::block)
+                    .collect(),
             })
         });
         known.collect()
@@ -175,7 +188,8 @@ impl Scheduler {
         sequence.extend_chain(&self.hasher, root, size);
         // The keys and the blocks are two fields of one sequence.
         let Sequence { tokens, chain, state, .. } = sequence;
-        let (State::Running(progress) | State::Preempted(progress) | State::Finished(_, progress)) = state else {
+        let (State::Running(progress) | State::Preempted(progress) | State::Finished(_, progress)) = state
+        else {
             return;
         };
         for i in from..to {

@@ -8,11 +8,14 @@
 //! taken until the claims are covered, and nobody else is given a claimed block. A claim is made anew for every step and lasts
 //! as long as the demand.
 
-use pagedd_core::{Blocks, SequenceId, TenantId, Tokens};
+use std::collections::BTreeMap;
+
+use pagedd_core::{Blocks, SequenceId, Tokens};
 use pagedd_kv::{AccountId, AllocError, BlockLease, BlockPool, Place, Usage};
 
 use crate::scheduler::Scheduler;
-use crate::sequence::State;
+use crate::sequence::{Sequence, State};
+use crate::tenant::Tenant;
 
 /// Free blocks that are spoken for, by account.
 #[derive(Debug, Default)]
@@ -133,7 +136,8 @@ impl Scheduler {
         if floor == Blocks::ZERO {
             return 0;
         }
-        let part = u64::from(self.config.max_num_seqs) * u64::from(floor.0) / u64::from(self.config.capacity.0.max(1));
+        let part = u64::from(self.config.max_num_seqs) * u64::from(floor.0)
+            / u64::from(self.config.capacity.0.max(1));
         (part as u32).max(1)
     }
 
@@ -162,7 +166,8 @@ impl Scheduler {
         while wanted > 0 && self.running.len() + wanted > max {
             let victim = self.running.iter().rev().find(|id| {
                 let tenant = self.sequences.get(id).and_then(|s| self.tenants.get(&s.tenant));
-                let floor = tenant.and_then(|t| self.pool.usage(t.account)).map_or(Blocks::ZERO, |u| u.share.floor);
+                let floor =
+                    tenant.and_then(|t| self.pool.usage(t.account)).map_or(Blocks::ZERO, |u| u.share.floor);
                 Some(**id) != oldest && tenant.is_some_and(|t| t.running > self.seats_of(floor))
             });
             let Some(victim) = victim.copied() else { break };
@@ -173,44 +178,39 @@ impl Scheduler {
 
     fn stake_claims(&self) -> Claims {
         let mut claims = Claims::default();
-        let max = self.config.max_num_seqs as usize;
-        for (id, tenant) in &self.tenants {
-            let Some(usage) = self.pool.usage(tenant.account) else { continue };
-            let lacking = usage.under_floor().0;
-            if lacking == 0 || (tenant.running == 0 && tenant.queue.is_empty()) {
-                continue;
+        let lacks = |account| self.pool.usage(account).map_or(0, |usage| usage.under_floor().0);
+        if self.tenants.values().all(|tenant| lacks(tenant.account) == 0) {
+            return claims;
+        }
+        let mut growth: BTreeMap<AccountId, u32> = BTreeMap::new();
+        for sequence in self.running.iter().filter_map(|id| self.sequences.get(id)) {
+            *growth.entry(sequence.account).or_default() += self.blocks_still_needed(sequence);
+        }
+        let free_seats = (self.config.max_num_seqs as usize).saturating_sub(self.running.len());
+        for tenant in self.tenants.values() {
+            let lacking = lacks(tenant.account);
+            if lacking > 0 && (tenant.running > 0 || !tenant.queue.is_empty()) {
+                let floor = self.pool.usage(tenant.account).map_or(Blocks::ZERO, |usage| usage.share.floor);
+                let seats = self.seats_of(floor).saturating_sub(tenant.running) as usize;
+                let growth = growth.get(&tenant.account).copied().unwrap_or(0);
+                let demand = growth + self.demand_of_queue(tenant, lacking, seats.max(free_seats));
+                claims.stake(tenant.account, lacking.min(demand));
             }
-            let seats = self.seats_of(usage.share.floor).saturating_sub(tenant.running) as usize;
-            let seats = seats.max(max.saturating_sub(self.running.len()));
-            let demand = self.demand(*id, lacking, seats);
-            claims.stake(tenant.account, lacking.min(demand));
         }
         claims
     }
 
-    /// Blocks that a tenant has use for in this step, counted up to `enough`.
-    fn demand(&self, id: TenantId, enough: u32, seats: usize) -> u32 {
-        let Some(tenant) = self.tenants.get(&id) else { return 0 };
+    /// Blocks that the first `seats` waiting sequences of a tenant need beside what is cached of them, counted up to `enough`.
+    fn demand_of_queue(&self, tenant: &Tenant, enough: u32, seats: usize) -> u32 {
+        let size = self.config.block_size.0 as usize;
         let mut demand = 0;
-        if tenant.running > 0 {
-            for sequence in self.running.iter().filter_map(|id| self.sequences.get(id)).filter(|s| s.tenant == id) {
-                demand += self.blocks_still_needed(sequence);
-                if demand >= enough {
-                    return enough;
-                }
-            }
-        }
         for sequence in tenant.queue.iter().take(seats).filter_map(|(_, id)| self.sequences.get(id)) {
-            let size = self.config.block_size.0 as usize;
             let full = sequence.chain.len() * size;
-            let found = if self.config.prefix_cache {
-                self.pool.cached_prefix(tenant.account, &sequence.chain, &sequence.tokens[..full]).blocks
-            } else {
-                0
-            };
+            let found =
+                self.pool.cached_prefix(tenant.account, &sequence.chain, &sequence.tokens[..full]).blocks;
             demand += self.blocks_for(sequence.tokens.len()).0.saturating_sub(found);
             if demand >= enough {
-                return enough;
+                break;
             }
         }
         demand
@@ -221,7 +221,7 @@ impl Scheduler {
     }
 
     /// Blocks that a running sequence lacks for all tokens that it could compute now.
-    pub(crate) fn blocks_still_needed(&self, sequence: &crate::sequence::Sequence) -> u32 {
+    pub(crate) fn blocks_still_needed(&self, sequence: &Sequence) -> u32 {
         let Some((start, end)) = sequence.ready() else { return 0 };
         let Some(progress) = sequence.running() else { return 0 };
         let copy = progress.table.needs_copy(start / self.config.block_size.0 as usize, &self.pool);

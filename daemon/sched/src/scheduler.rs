@@ -142,7 +142,8 @@ impl Scheduler {
     /// Blocks that the request needs at full length, if it may enter.
     fn admissible(&self, new: &NewRequest) -> Result<Blocks, AdmitError> {
         let tenant = self.tenants.get(&new.tenant).ok_or(AdmitError::UnknownTenant(new.tenant))?;
-        let nothing = [("prompt", new.prompt.len()), ("n", new.n as usize), ("max_tokens", new.max_tokens.0 as usize)];
+        let nothing =
+            [("prompt", new.prompt.len()), ("n", new.n as usize), ("max_tokens", new.max_tokens.0 as usize)];
         if let Some((field, _)) = nothing.into_iter().find(|(_, number)| *number == 0) {
             return Err(AdmitError::Nothing { field });
         }
@@ -325,7 +326,9 @@ impl Drop for Scheduler {
         for (_, sequence) in std::mem::take(&mut self.sequences) {
             match sequence.state {
                 State::Waiting(_) => {}
-                State::Running(p) | State::Preempted(p) | State::Finished(_, p) => p.table.release(&mut self.pool),
+                State::Running(p) | State::Preempted(p) | State::Finished(_, p) => {
+                    p.table.release(&mut self.pool);
+                }
             }
         }
     }

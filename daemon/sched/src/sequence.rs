@@ -12,7 +12,9 @@
 
 use std::collections::VecDeque;
 
-use pagedd_core::{BlockId, FinishReason, PlanId, RequestId, SamplingParams, SequenceId, TenantId, TokenId, Tokens};
+use pagedd_core::{
+    BlockId, FinishReason, PlanId, RequestId, SamplingParams, SequenceId, TenantId, TokenId, Tokens,
+};
 use pagedd_kv::{AccountId, BlockKey, BlockTable, PrefixHasher};
 
 use crate::policy::Rank;

@@ -51,9 +51,12 @@ impl Scheduler {
     /// Cancels everything that a tenant has, and forgets it. Blocks that a plan in flight may read return when it is applied.
     #[must_use = "these ends are reported nowhere else"]
     pub fn remove_tenant(&mut self, tenant: TenantId) -> Vec<Finished> {
-        let requests: Vec<_> = self.requests.iter().filter(|(_, r)| r.tenant == tenant).map(|(id, _)| *id).collect();
-        let finished: Vec<_> =
-            requests.into_iter().flat_map(|request| self.finish_request(request, FinishReason::Cancelled)).collect();
+        let requests: Vec<_> =
+            self.requests.iter().filter(|(_, r)| r.tenant == tenant).map(|(id, _)| *id).collect();
+        let finished: Vec<_> = requests
+            .into_iter()
+            .flat_map(|request| self.finish_request(request, FinishReason::Cancelled))
+            .collect();
         if let Some(gone) = self.tenants.remove(&tenant) {
             self.pool.close(gone.account);
             self.put_shares_in_force();
@@ -113,7 +116,12 @@ impl Scheduler {
                 }
             }
         }
-        self.misfits = self.requests.iter().filter(|(_, r)| r.needed > self.allowed(r.tenant)).map(|(id, _)| *id).collect();
+        self.misfits = self
+            .requests
+            .iter()
+            .filter(|(_, r)| r.needed > self.allowed(r.tenant))
+            .map(|(id, _)| *id)
+            .collect();
     }
 }
 

@@ -116,8 +116,10 @@ impl Scheduler {
     pub fn stats(&self) -> Stats {
         let tenants = self.tenants.iter().map(|(id, tenant)| {
             let usage = self.pool.usage(tenant.account);
-            let of_tenant = self.sequences.values().filter(|s| s.tenant == *id && s.account == tenant.account);
-            let waiting = of_tenant.filter(|s| matches!(s.state, State::Waiting(_) | State::Preempted(_))).count();
+            let of_tenant =
+                self.sequences.values().filter(|s| s.tenant == *id && s.account == tenant.account);
+            let waiting =
+                of_tenant.filter(|s| matches!(s.state, State::Waiting(_) | State::Preempted(_))).count();
             TenantStats {
                 tenant: *id,
                 running: tenant.running,
@@ -155,7 +157,7 @@ impl Scheduler {
         }
     }
 
-    /// Whether any request has not ended.
+    /// Whether every request has ended.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.requests.is_empty()
@@ -177,11 +179,12 @@ impl Scheduler {
             let tenant = self.tenants.get(&sequence.tenant);
             let (runs, leaves) = (self.running.contains(id), self.leaving.contains(id));
             let listed = match &sequence.state {
-                State::Waiting(Some(rank)) => tenant.is_some_and(|t| t.queue.contains(&(*rank, *id))) && !runs && !leaves,
+                State::Waiting(Some(rank)) => {
+                    tenant.is_some_and(|t| t.queue.contains(&(*rank, *id))) && !runs && !leaves
+                }
                 State::Waiting(None) => request.is_some_and(|r| r.followers.contains(id)) && !runs && !leaves,
                 State::Running(_) => runs && !leaves,
-                State::Preempted(_) => leaves && !runs,
-                State::Finished(..) => leaves && !runs,
+                State::Preempted(_) | State::Finished(..) => leaves && !runs,
             };
             if !listed || request.is_some() == sequence.is_finished() {
                 return Err(Violation::Listed(*id));
@@ -209,7 +212,8 @@ impl Scheduler {
             let sequences = || self.sequences.iter().filter(|(_, s)| s.tenant == *id);
             let running = sequences().filter(|(_, s)| s.running().is_some()).count();
             let queued = sequences().filter(|(_, s)| matches!(s.state, State::Waiting(Some(_)))).count();
-            let unstarted = self.requests.values().filter(|r| r.tenant == *id && r.cached_tokens.is_none()).count();
+            let unstarted =
+                self.requests.values().filter(|r| r.tenant == *id && r.cached_tokens.is_none()).count();
             let counts = (tenant.running as usize, tenant.queue.len(), tenant.unstarted as usize);
             if counts != (running, queued, unstarted) {
                 return Err(Violation::Tenant(*id));

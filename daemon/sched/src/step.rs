@@ -3,7 +3,7 @@
 //! **Owns** the order. **Never** distinguishes prefill from decode: a sequence has computed some of its tokens and catches up.
 
 use pagedd_core::{BlockId, Blocks, PlanId, RequestId, SequenceId, TenantId, Tokens};
-use pagedd_kv::{AllocError, BlockLease, BlockTable, CopyOnWrite};
+use pagedd_kv::{AccountId, AllocError, BlockLease, BlockTable, CachedPrefix, CopyOnWrite, Place};
 
 use crate::plan::{Begin, BlockCopy, Input, Row, StepPlan, TableUpdate};
 use crate::reclaim::{Claims, take};
@@ -37,6 +37,11 @@ pub enum WaitReason {
     Exhausted {
         /// Blocks it could get.
         free: Blocks,
+        /// Blocks it needs.
+        wanted: Blocks,
+    },
+    /// Blocks beyond the tenant's floor are free, and are kept for a sequence that waits longer, or were just taken from one.
+    Behind {
         /// Blocks it needs.
         wanted: Blocks,
     },
@@ -77,7 +82,13 @@ impl Scheduler {
         let mut preempted = false;
         let claims = self.reclaim(&mut preempted);
         let mut step = Step {
-            plan: StepPlan { id: self.next_plan, begin: Vec::new(), copies: Vec::new(), rows: Vec::new(), end: Vec::new() },
+            plan: StepPlan {
+                id: self.next_plan,
+                begin: Vec::new(),
+                copies: Vec::new(),
+                rows: Vec::new(),
+                end: Vec::new(),
+            },
             flight: Flight { id: self.next_plan, copies: Vec::new(), begun: Vec::new(), forked: Vec::new() },
             tokens_left: self.config.max_num_batched_tokens.0 as usize,
             claims,
@@ -113,7 +124,12 @@ impl Scheduler {
         let n = self.chunk(start, end, step.tokens_left);
         if n > 0 {
             match self.secure(step, id, start, n) {
-                Secured::Blocks(leases) => self.add_row(step, id, start, n, leases),
+                Secured::Blocks(leases) => {
+                    self.add_row(step, id, start, n, leases);
+                    if start + n == end {
+                        return;
+                    }
+                }
                 Secured::NotNow => {}
             }
         }
@@ -142,13 +158,14 @@ impl Scheduler {
         let Some(progress) = sequence.running() else { return Secured::NotNow };
         let account = sequence.account;
         let copy = progress.table.needs_copy(start / self.config.block_size.0 as usize, &self.pool);
-        let wanted = self.blocks_for(start + n).0.saturating_sub(progress.table.len() as u32) + u32::from(copy);
+        let wanted =
+            self.blocks_for(start + n).0.saturating_sub(progress.table.len() as u32) + u32::from(copy);
         let mut place = progress.table.next_place(Blocks(wanted));
         let mut leases = Vec::with_capacity(wanted as usize);
         while (leases.len() as u32) < wanted {
             match take(&mut self.pool, &mut step.claims, account, place) {
                 Ok(lease) => {
-                    place = pagedd_kv::Place::After(lease.block());
+                    place = Place::After(lease.block());
                     leases.push(lease);
                 }
                 Err(error) => {
@@ -166,12 +183,23 @@ impl Scheduler {
 
     /// Preempts for a running sequence; `true` where asking again may help. Only sequences younger than it are taken, none of
     /// which this step has planned yet.
-    fn make_room(&mut self, step: &mut Step, id: SequenceId, error: AllocError, missing: u32, entitled: bool) -> bool {
+    fn make_room(
+        &mut self,
+        step: &mut Step,
+        id: SequenceId,
+        error: AllocError,
+        missing: u32,
+        entitled: bool,
+    ) -> bool {
         let Some(account) = self.sequences.get(&id).map(|s| s.account) else { return false };
         let (coming, victim) = match error {
-            AllocError::OverCeiling { .. } => (self.coming(Some(account)), self.youngest_of(account, Some(id))),
+            AllocError::OverCeiling { .. } => {
+                (self.coming(Some(account)), self.youngest_of(account, Some(id)))
+            }
             AllocError::Exhausted => {
-                let over = |other| other == account || self.pool.usage(other).is_some_and(|u| u.over_floor() > Blocks::ZERO);
+                let over = |other| {
+                    other == account || self.pool.usage(other).is_some_and(|u| u.over_floor() > Blocks::ZERO)
+                };
                 (self.coming(None), self.youngest(Some(id), over))
             }
         };
@@ -212,7 +240,12 @@ impl Scheduler {
                     step.kept_seats += usize::from(within_floor);
                 }
                 if let Some(sequence) = self.sequences.get(&id) {
-                    self.waits.push(Wait { tenant, request: sequence.request, choice: sequence.choice, reason });
+                    self.waits.push(Wait {
+                        tenant,
+                        request: sequence.request,
+                        choice: sequence.choice,
+                        reason,
+                    });
                 }
                 open.swap_remove(place);
             } else if self.tenants.get(&tenant).is_none_or(|t| t.queue.is_empty()) {
@@ -222,7 +255,11 @@ impl Scheduler {
     }
 
     /// The next head: the oldest sequence of all, then those of tenants that have less than their floors, then by age.
-    fn next_to_start(&self, open: &[TenantId], oldest: Option<SequenceId>) -> Option<(bool, SequenceId, usize)> {
+    fn next_to_start(
+        &self,
+        open: &[TenantId],
+        oldest: Option<SequenceId>,
+    ) -> Option<(bool, SequenceId, usize)> {
         let heads = open.iter().enumerate().filter_map(|(place, id)| {
             let tenant = self.tenants.get(id)?;
             let head = tenant.head()?;
@@ -241,10 +278,11 @@ impl Scheduler {
         let Some(sequence) = self.sequences.get_mut(&id) else { return Err(WaitReason::Budget) };
         let Some(tenant) = self.tenants.get(&sequence.tenant) else { return Err(WaitReason::Budget) };
         let (account, total) = (sequence.account, sequence.tokens.len());
-        let mut found = pagedd_kv::CachedPrefix::default();
+        let mut found = CachedPrefix::default();
         if self.config.prefix_cache {
             sequence.extend_chain(&self.hasher, tenant.root, size);
-            found = self.pool.cached_prefix(account, &sequence.chain, &sequence.tokens[..total / size * size]);
+            found =
+                self.pool.cached_prefix(account, &sequence.chain, &sequence.tokens[..total / size * size]);
         }
         let hit = found.blocks as usize;
         // All of it is there: the last token is computed again, in a copy of its block unless nobody else reads that.
@@ -261,17 +299,13 @@ impl Scheduler {
         let mut place = progress.table.next_place(Blocks(wanted));
         let mut leases = Vec::with_capacity(now as usize);
         while (leases.len() as u32) < now {
-            match take(&mut self.pool, &mut step.claims, account, place) {
-                Ok(lease) => {
-                    place = pagedd_kv::Place::After(lease.block());
-                    leases.push(lease);
-                }
-                Err(_) => {
-                    self.release_all(leases);
-                    progress.table.release(&mut self.pool);
-                    return Err(WaitReason::Exhausted { free: self.pool.free(), wanted: Blocks(wanted) });
-                }
-            }
+            let Ok(lease) = take(&mut self.pool, &mut step.claims, account, place) else {
+                self.release_all(leases);
+                progress.table.release(&mut self.pool);
+                return Err(WaitReason::Exhausted { free: self.pool.free(), wanted: Blocks(wanted) });
+            };
+            place = Place::After(lease.block());
+            leases.push(lease);
         }
         progress.computed = Tokens(begin as u32);
         progress.applied = Tokens(begin as u32);
@@ -285,7 +319,7 @@ impl Scheduler {
     }
 
     /// Whether an account may start a sequence that needs this many blocks, beside `pinned` cached ones that it would hold.
-    fn room_for(&self, step: &Step, account: pagedd_kv::AccountId, wanted: u32, pinned: u32) -> Result<(), WaitReason> {
+    fn room_for(&self, step: &Step, account: AccountId, wanted: u32, pinned: u32) -> Result<(), WaitReason> {
         let Some(usage) = self.pool.usage(account) else { return Err(WaitReason::Budget) };
         let outstanding = step.outstanding.get(account.index()).copied().unwrap_or(0);
         let own_cached = usage.cached.0 - pinned;
@@ -301,8 +335,11 @@ impl Scheduler {
         let evictable: u32 = others.map(|(_, usage)| usage.cached.0.min(usage.over_floor().0)).sum();
         let spoken_for = step.claims.of_others(account) + step.outstanding_total;
         let free = (self.pool.free().0 + evictable + own_cached).saturating_sub(spoken_for);
-        if step.lending_closed || wanted > free {
+        if wanted > free {
             return Err(WaitReason::Exhausted { free: Blocks(free), wanted: Blocks(wanted) });
+        }
+        if step.lending_closed {
+            return Err(WaitReason::Behind { wanted: Blocks(wanted) });
         }
         Ok(())
     }
@@ -355,7 +392,9 @@ impl Scheduler {
         let mut leases = leases.into_iter();
         let index = start / size;
         let mut changed_from = progress.sent.min(progress.table.len());
-        let written = progress.table.make_writable(index, &mut self.pool, |_| leases.next().ok_or(AllocError::Exhausted));
+        let written = progress
+            .table
+            .make_writable(index, &mut self.pool, |_| leases.next().ok_or(AllocError::Exhausted));
         if let Ok(CopyOnWrite::Copied { from, to }) = written {
             let tokens = Tokens((start - index * size) as u32);
             step.plan.copies.push(BlockCopy { from: from.block(), to, tokens });
@@ -382,7 +421,9 @@ impl Scheduler {
     /// At the end of a prompt the request's other choices begin: they draw from the same logits and share all blocks.
     fn fork_followers(&mut self, step: &mut Step, leader: SequenceId, samples: &mut Vec<SequenceId>) {
         let Some(request) = self.sequences.get(&leader).map(|s| s.request) else { return };
-        let Some(request) = self.requests.get_mut(&request).filter(|r| !r.followers.is_empty()) else { return };
+        let Some(request) = self.requests.get_mut(&request).filter(|r| !r.followers.is_empty()) else {
+            return;
+        };
         for id in std::mem::take(&mut request.followers) {
             let Some(parent) = self.sequences.get(&leader) else { continue };
             let Some(from) = parent.running() else { continue };

@@ -5,6 +5,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
+use pagedd_core::BlockId;
 use pagedd_wire::worker::{BlockCopy, Input, Plan, Row, SequenceState};
 
 use crate::sequence::{Draw, Sequence, Sequences};
@@ -280,7 +281,7 @@ fn check_copy(copy: &BlockCopy, limits: &Limits) -> Result<(), PlanError> {
 /// One row's table and positions; the slots it writes are added to `written` as (block, first offset, one past the last).
 fn check_positions(
     row: &Row,
-    base: &[u32],
+    base: &[BlockId],
     limits: &Limits,
     written: &mut Vec<(u32, u32, u32)>,
 ) -> Result<(), PlanError> {
@@ -305,7 +306,7 @@ fn check_positions(
     // [start, end) in blocks [start / size, end / size], rounded up.
     for index in start / size..end.div_ceil(size) {
         let at = index as usize;
-        let block = if at < from { base[at] } else { row.table.blocks[at - from] };
+        let block = if at < from { base[at].0 } else { row.table.blocks[at - from] };
         let first = start.saturating_sub(index * size) as u32;
         let last = (end - index * size).min(size) as u32;
         written.push((block, first, last));
@@ -381,7 +382,7 @@ pub fn apply(plan: &Plan, sequences: &mut Sequences) {
 }
 
 /// The table of a row, as [`apply`] left it.
-pub fn table<'a>(sequences: &'a Sequences, row: &BatchRow) -> &'a [u32] {
+pub fn table<'a>(sequences: &'a Sequences, row: &BatchRow) -> &'a [BlockId] {
     sequences.get(row.seq).map_or(&[], |Sequence { table, .. }| table)
 }
 

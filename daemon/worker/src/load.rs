@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Mutex, PoisonError};
 
-use pagedd_kernels::{MatrixLayout, PANEL_ROWS, dequantize, pack};
+use pagedd_kernels::{MatrixLayout, PANEL_ROWS, ShapeError, dequantize, pack};
 use pagedd_model::{ModelError, ModelSource, TensorInfo, TensorRole};
 
 use crate::arena::ArenaError;
@@ -33,6 +33,14 @@ pub enum LoadError {
         /// What is wrong with it.
         problem: String,
     },
+    /// Heads or blocks of a shape that no kernel works with.
+    #[error("{item}: {problem}")]
+    Shape {
+        /// What has the shape.
+        item: &'static str,
+        /// What is wrong with it.
+        problem: ShapeError,
+    },
     /// There is not enough memory for the weights.
     #[error("weights of {wanted} bytes, {available} bytes of memory are available")]
     NoMemory {
@@ -47,6 +55,9 @@ pub enum LoadError {
     /// The system gave no memory.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// The system gave no threads.
+    #[error("compute threads: {0}")]
+    Threads(std::io::Error),
     /// The daemon is gone; nobody waits for the model.
     #[error("loading was given up")]
     GivenUp,
@@ -56,10 +67,10 @@ impl LoadError {
     /// Whether another try could end otherwise.
     pub fn retry(&self) -> bool {
         match self {
-            Self::NoMemory { .. } | Self::Arena(_) | Self::GivenUp => true,
+            Self::NoMemory { .. } | Self::Arena(_) | Self::Threads(_) | Self::GivenUp => true,
             Self::KvSize(error) => matches!(error, KvSizeError::TooLarge { .. }),
             Self::Model(ModelError::Io { .. }) => true,
-            Self::Model(_) | Self::Places(_) | Self::Setting { .. } => false,
+            Self::Model(_) | Self::Places(_) | Self::Setting { .. } | Self::Shape { .. } => false,
         }
     }
 }
@@ -70,12 +81,12 @@ struct Job<'a> {
     /// `[first, first + rows)` of the tensor.
     first: usize,
     rows: usize,
-    into: Into<'a>,
+    target: Target<'a>,
 }
 
-enum Into<'a> {
-    /// Whole panels of a matrix, from the panel of row `first_row` of the matrix on.
-    Panels { layout: MatrixLayout, first_row: usize, bytes: &'a mut [u8] },
+enum Target<'a> {
+    /// The panels of a matrix that the rows fill.
+    Panels { layout: MatrixLayout, bytes: &'a mut [u8] },
     /// float32 values.
     Floats(&'a mut [u8]),
 }
@@ -151,13 +162,14 @@ impl Job<'_> {
     fn run(self, source: &ModelSource, bytes: &mut Vec<u8>, floats: &mut Vec<f32>) -> Result<(), LoadError> {
         bytes.resize(self.source_bytes(), 0);
         source.read_rows(self.tensor, self.first..self.first + self.rows, bytes)?;
-        match self.into {
-            Into::Panels { layout, first_row, bytes: into } => {
-                pack(&layout, self.tensor.ty, bytes, first_row, into);
+        let shape = |problem| PlacesError::Shape { role: self.tensor.role, problem };
+        match self.target {
+            Target::Panels { layout, bytes: into } => {
+                pack(&layout, self.tensor.ty, bytes, self.first, into).map_err(shape)?;
             }
-            Into::Floats(into) => {
+            Target::Floats(into) => {
                 floats.resize(self.rows * self.tensor.columns, 0.0);
-                dequantize(self.tensor.ty, bytes, floats);
+                dequantize(self.tensor.ty, bytes, floats).map_err(shape)?;
                 for (to, from) in into.chunks_exact_mut(size_of::<f32>()).zip(&*floats) {
                     to.copy_from_slice(&from.to_le_bytes());
                 }
@@ -167,44 +179,63 @@ impl Job<'_> {
     }
 }
 
-/// Cuts the arena into the pieces that each job writes, in the order of the arena.
-fn jobs<'a>(source: &'a ModelSource, places: &Places, arena: &'a mut [u8]) -> Result<Vec<Job<'a>>, LoadError> {
-    let mut pieces = Vec::new();
-    let tensor = |role: TensorRole| source.tensor(role).ok_or(PlacesError::Missing(role));
-    for matrix in places.matrices() {
-        for &(role, first_row) in &matrix.parts {
-            let tensor = tensor(role)?;
-            let step = (CHUNK / tensor.row_bytes().max(1)).next_multiple_of(PANEL_ROWS);
-            for first in (0..tensor.rows).step_by(step) {
-                let rows = step.min(tensor.rows - first);
-                let first_row = first_row + first;
-                let range = matrix.layout.range(first_row, rows);
-                pieces.push((matrix.at + range.start, range.len(), tensor, first, rows, Some((matrix.layout, first_row))));
-            }
-        }
-    }
-    for vector in places.vectors() {
-        for &(role, first) in &vector.parts {
-            let tensor = tensor(role)?;
-            let size = size_of::<f32>();
-            pieces.push((vector.at + first * size, tensor.columns * size, tensor, 0, 1, None));
-        }
-    }
-    pieces.sort_by_key(|piece| piece.0);
+/// A job before the arena is cut: its bytes are `[start, start + len)`.
+struct Piece<'a> {
+    start: usize,
+    len: usize,
+    tensor: &'a TensorInfo,
+    first: usize,
+    rows: usize,
+    layout: Option<MatrixLayout>,
+}
 
+/// Cuts the arena into the pieces that each job writes, in the order of the arena.
+fn jobs<'a>(
+    source: &'a ModelSource,
+    places: &Places,
+    arena: &'a mut [u8],
+) -> Result<Vec<Job<'a>>, LoadError> {
     let (mut rest, mut at) = (arena, 0);
-    let mut jobs = Vec::with_capacity(pieces.len());
-    for (start, len, tensor, first, rows, panels) in pieces {
+    let mut jobs = Vec::new();
+    for Piece { start, len, tensor, first, rows, layout } in pieces(source, places)? {
         let (piece, after) = std::mem::take(&mut rest)
             .split_at_mut_checked(start - at + len)
             .ok_or(PlacesError::Overflow(tensor.role))?;
         let bytes = &mut piece[start - at..];
         (rest, at) = (after, start + len);
-        let into = match panels {
-            Some((layout, first_row)) => Into::Panels { layout, first_row, bytes },
-            None => Into::Floats(bytes),
+        let target = match layout {
+            Some(layout) => Target::Panels { layout, bytes },
+            None => Target::Floats(bytes),
         };
-        jobs.push(Job { tensor, first, rows, into });
+        jobs.push(Job { tensor, first, rows, target });
     }
     Ok(jobs)
+}
+
+fn pieces<'a>(source: &'a ModelSource, places: &Places) -> Result<Vec<Piece<'a>>, PlacesError> {
+    let mut pieces = Vec::new();
+    let tensor = |role: TensorRole| source.tensor(role).ok_or(PlacesError::Missing(role));
+    for matrix in places.matrices() {
+        let tensor = tensor(matrix.role)?;
+        let layout = matrix.layout;
+        let step = (CHUNK / tensor.row_bytes().max(1)).max(1).next_multiple_of(PANEL_ROWS);
+        for first in (0..tensor.rows).step_by(step) {
+            let rows = step.min(tensor.rows - first);
+            pieces.push(Piece {
+                start: matrix.at + first / PANEL_ROWS * layout.panel_bytes(),
+                len: rows.div_ceil(PANEL_ROWS) * layout.panel_bytes(),
+                tensor,
+                first,
+                rows,
+                layout: Some(layout),
+            });
+        }
+    }
+    for vector in places.vectors() {
+        let tensor = tensor(vector.role)?;
+        let len = vector.len * size_of::<f32>();
+        pieces.push(Piece { start: vector.at, len, tensor, first: 0, rows: 1, layout: None });
+    }
+    pieces.sort_by_key(|piece| piece.start);
+    Ok(pieces)
 }

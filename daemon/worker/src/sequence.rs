@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use pagedd_core::SamplingParams;
+use pagedd_core::{BlockId, SamplingParams};
 use pagedd_wire::worker::{Begin, SequenceState};
 
 /// Plans whose drawn tokens are kept. The daemon has few in flight; a plan that is applied is no longer asked for.
@@ -19,7 +19,7 @@ pub struct Sequence {
     /// How its tokens are drawn.
     pub sampling: SamplingParams,
     /// Its blocks, in order.
-    pub table: Vec<u32>,
+    pub table: Vec<BlockId>,
     /// The plan that ended it. It is forgotten when a later plan comes, not before: a plan may run twice.
     ended: Option<u64>,
 }
@@ -57,7 +57,7 @@ impl Sequences {
                 let sequence = Sequence {
                     choice: s.choice,
                     sampling: s.sampling.into(),
-                    table: s.blocks,
+                    table: s.blocks.into_iter().map(BlockId).collect(),
                     ended: None,
                 };
                 (s.seq, sequence)
@@ -95,7 +95,7 @@ impl Sequences {
     pub fn update_table(&mut self, seq: u64, from: usize, blocks: &[u32]) {
         if let Some(sequence) = self.live.get_mut(&seq) {
             sequence.table.truncate(from);
-            sequence.table.extend_from_slice(blocks);
+            sequence.table.extend(blocks.iter().copied().map(BlockId));
         }
     }
 
@@ -160,7 +160,7 @@ mod tests {
         all.update_table(1, 0, &[4, 5, 6]);
         for _ in 0..2 {
             all.update_table(1, 2, &[8, 9]);
-            assert_eq!(all.get(1).unwrap().table, [4, 5, 8, 9]);
+            assert_eq!(all.get(1).unwrap().table, [4, 5, 8, 9].map(BlockId));
         }
     }
 }

@@ -11,7 +11,7 @@ use pagedd_wire::{Channel, ChannelError, PROTOCOL};
 
 use crate::batch::PlanError;
 use crate::load::LoadError;
-use crate::runner::{Fds, ModelRunner};
+use crate::runner::{Fds, ModelRunner, RunError};
 
 /// Why the worker ends other than by being told to.
 #[derive(thiserror::Error, Debug)]
@@ -28,7 +28,7 @@ pub enum ServeError {
         /// Its id.
         plan: u64,
         /// What is wrong with it.
-        error: PlanError,
+        error: RunError,
     },
     /// A resync that contradicts the arenas.
     #[error("resync: {0}")]

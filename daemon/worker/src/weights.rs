@@ -1,36 +1,54 @@
 //! Where every tensor of a model lies in the weights arena.
 //!
-//! **Owns** the order, the stacking and the packed types. **Never** reads or writes a weight.
+//! **Owns** the order and the packed types. **Never** reads or writes a weight.
 //!
-//! Matrices that meet the same input are stacked where their packed types agree: `q|k|v` and `gate|up` are then one pass. Tied
-//! embeddings are one matrix: the lookup unpacks its rows.
+//! Tied embeddings are one matrix: the lookup unpacks its rows.
 
-use pagedd_kernels::{MatrixLayout, PANEL_ROWS, PackedType};
+use pagedd_kernels::{Matrix, MatrixLayout, PackedType, ShapeError};
 use pagedd_model::{LayerTensor, ModelConfig, ModelSource, TensorInfo, TensorRole};
 
 /// Alignment of everything in the arena, in bytes.
 const ALIGN: usize = 64;
 
 /// A matrix in the arena.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct MatrixPlace {
+    /// Its tensor.
+    pub role: TensorRole,
     /// Shape and packed type.
     pub layout: MatrixLayout,
     /// First byte in the arena's data.
     pub at: usize,
-    /// The tensors stacked in it, each with its first row.
-    pub parts: Vec<(TensorRole, usize)>,
 }
 
-/// Vectors of float32 in the arena, one after another.
-#[derive(Clone, PartialEq, Debug)]
+impl MatrixPlace {
+    /// The matrix in an arena that was filled by these places.
+    ///
+    /// # Errors
+    /// The arena is too short.
+    pub fn of<'a>(&self, arena: &'a [u8]) -> Result<Matrix<'a>, ShapeError> {
+        let bytes = arena.get(self.at..self.at + self.layout.bytes()).unwrap_or_default();
+        Matrix::new(self.layout, bytes)
+    }
+}
+
+/// A vector of float32 in the arena.
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct VectorPlace {
+    /// Its tensor.
+    pub role: TensorRole,
+    /// Elements.
+    pub len: usize,
     /// First byte in the arena's data.
     pub at: usize,
-    /// Elements in all.
-    pub len: usize,
-    /// The tensors in it, each with its first element.
-    pub parts: Vec<(TensorRole, usize)>,
+}
+
+impl VectorPlace {
+    /// A copy of the vector: small, and needed as float32 in every step.
+    pub fn of(&self, arena: &[u8]) -> Vec<f32> {
+        let bytes = arena.get(self.at..self.at + self.len * size_of::<f32>()).unwrap_or_default();
+        bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+    }
 }
 
 /// One layer.
@@ -38,16 +56,16 @@ pub struct VectorPlace {
 pub struct LayerPlaces {
     /// RMSNorm before attention.
     pub attn_norm: VectorPlace,
-    /// Rows of Q, then K, then V.
-    pub qkv: Vec<MatrixPlace>,
-    /// Biases of Q, K and V; empty where the model has none.
-    pub qkv_bias: VectorPlace,
+    /// Q, K and V.
+    pub qkv: [MatrixPlace; 3],
+    /// Biases of Q, K and V, where the model has them.
+    pub qkv_bias: Option<[VectorPlace; 3]>,
     /// After attention.
     pub attn_output: MatrixPlace,
     /// RMSNorm before the feed-forward layer.
     pub ffn_norm: VectorPlace,
-    /// Rows of gate, then up.
-    pub gate_up: Vec<MatrixPlace>,
+    /// Gate and up.
+    pub gate_up: [MatrixPlace; 2],
     /// Back to the residual stream.
     pub ffn_down: MatrixPlace,
 }
@@ -61,21 +79,31 @@ pub struct Places {
     pub token_embd: MatrixPlace,
     /// RMSNorm after the last layer.
     pub output_norm: VectorPlace,
-    /// The output matrix, where it is not the embedding.
-    pub output: Option<MatrixPlace>,
+    /// The output matrix: the embedding where they are tied.
+    pub output: MatrixPlace,
     /// Bytes of all.
     pub bytes: usize,
+    /// Number of weights.
+    pub parameters: u64,
 }
 
-/// The model lacks what its configuration implies, or is too large to be addressed.
+/// A tensor that cannot be placed.
 #[derive(thiserror::Error, PartialEq, Eq, Debug)]
 pub enum PlacesError {
-    /// A tensor is not there.
+    /// It is not there.
     #[error("{0}: the tensor is missing")]
     Missing(TensorRole),
     /// Sizes overflow.
     #[error("{0}: its size overflows")]
     Overflow(TensorRole),
+    /// No kernel multiplies with it.
+    #[error("{role}: {problem}")]
+    Shape {
+        /// The tensor.
+        role: TensorRole,
+        /// What is wrong with its shape.
+        problem: ShapeError,
+    },
 }
 
 impl Places {
@@ -84,26 +112,30 @@ impl Places {
     /// # Errors
     /// [`PlacesError`] with the tensor named.
     pub fn new(source: &ModelSource, f32_throughout: bool) -> Result<Self, PlacesError> {
-        let mut builder = Builder { source, f32_throughout, end: 0 };
+        let mut builder = Builder { source, f32_throughout, end: 0, parameters: 0 };
         let config = source.config();
         let token_embd = builder.matrix(TensorRole::TokenEmbd)?;
         let layers = (0..config.layers as u32).map(|i| builder.layer(i, config)).collect::<Result<_, _>>()?;
-        let output_norm = builder.vectors(&[TensorRole::OutputNorm])?;
-        let output = if config.tied_embeddings { None } else { Some(builder.matrix(TensorRole::Output)?) };
-        Ok(Self { layers, token_embd, output_norm, output, bytes: builder.end })
+        let output_norm = builder.vector(TensorRole::OutputNorm)?;
+        let output = if config.tied_embeddings { token_embd } else { builder.matrix(TensorRole::Output)? };
+        let Builder { end: bytes, parameters, .. } = builder;
+        Ok(Self { layers, token_embd, output_norm, output, bytes, parameters })
     }
 
-    /// Every matrix.
+    /// Every matrix, once.
     pub fn matrices(&self) -> impl Iterator<Item = &MatrixPlace> {
         let layers = self.layers.iter().flat_map(|l| {
-            l.qkv.iter().chain(&l.gate_up).chain([&l.attn_output, &l.ffn_down])
+            l.qkv.iter().chain([&l.attn_output]).chain(&l.gate_up).chain([&l.ffn_down])
         });
-        layers.chain([&self.token_embd]).chain(&self.output)
+        let tied = self.output.at == self.token_embd.at;
+        layers.chain([&self.token_embd]).chain((!tied).then_some(&self.output))
     }
 
     /// Every vector.
     pub fn vectors(&self) -> impl Iterator<Item = &VectorPlace> {
-        let layers = self.layers.iter().flat_map(|l| [&l.attn_norm, &l.qkv_bias, &l.ffn_norm]);
+        let layers = self.layers.iter().flat_map(|l| {
+            [&l.attn_norm, &l.ffn_norm].into_iter().chain(l.qkv_bias.iter().flatten())
+        });
         layers.chain([&self.output_norm])
     }
 }
@@ -112,26 +144,37 @@ struct Builder<'a> {
     source: &'a ModelSource,
     f32_throughout: bool,
     end: usize,
+    parameters: u64,
 }
 
 impl Builder<'_> {
     fn layer(&mut self, i: u32, config: &ModelConfig) -> Result<LayerPlaces, PlacesError> {
         use LayerTensor as T;
         let of = |tensor| TensorRole::Layer(i, tensor);
-        let biases = [of(T::AttnQBias), of(T::AttnKBias), of(T::AttnVBias)];
+        let qkv_bias = if config.qkv_bias {
+            Some([
+                self.vector(of(T::AttnQBias))?,
+                self.vector(of(T::AttnKBias))?,
+                self.vector(of(T::AttnVBias))?,
+            ])
+        } else {
+            None
+        };
         Ok(LayerPlaces {
-            attn_norm: self.vectors(&[of(T::AttnNorm)])?,
-            qkv: self.stack(&[of(T::AttnQ), of(T::AttnK), of(T::AttnV)])?,
-            qkv_bias: self.vectors(if config.qkv_bias { &biases } else { &[] })?,
+            attn_norm: self.vector(of(T::AttnNorm))?,
+            qkv: [self.matrix(of(T::AttnQ))?, self.matrix(of(T::AttnK))?, self.matrix(of(T::AttnV))?],
+            qkv_bias,
             attn_output: self.matrix(of(T::AttnOutput))?,
-            ffn_norm: self.vectors(&[of(T::FfnNorm)])?,
-            gate_up: self.stack(&[of(T::FfnGate), of(T::FfnUp)])?,
+            ffn_norm: self.vector(of(T::FfnNorm))?,
+            gate_up: [self.matrix(of(T::FfnGate))?, self.matrix(of(T::FfnUp))?],
             ffn_down: self.matrix(of(T::FfnDown))?,
         })
     }
 
-    fn tensor(&self, role: TensorRole) -> Result<&TensorInfo, PlacesError> {
-        self.source.tensor(role).ok_or(PlacesError::Missing(role))
+    fn tensor(&mut self, role: TensorRole) -> Result<&TensorInfo, PlacesError> {
+        let tensor = self.source.tensor(role).ok_or(PlacesError::Missing(role))?;
+        self.parameters += tensor.rows as u64 * tensor.columns as u64;
+        Ok(tensor)
     }
 
     fn take(&mut self, role: TensorRole, bytes: usize) -> Result<usize, PlacesError> {
@@ -142,46 +185,17 @@ impl Builder<'_> {
     }
 
     fn matrix(&mut self, role: TensorRole) -> Result<MatrixPlace, PlacesError> {
-        let layout = self.layout(role)?;
-        Ok(MatrixPlace { layout, at: self.take(role, layout.bytes())?, parts: vec![(role, 0)] })
-    }
-
-    fn layout(&self, role: TensorRole) -> Result<MatrixLayout, PlacesError> {
+        let f32_throughout = self.f32_throughout;
         let tensor = self.tensor(role)?;
-        let ty = PackedType::for_source(tensor.ty, self.f32_throughout);
-        Ok(MatrixLayout { ty, rows: tensor.rows, cols: tensor.columns })
+        let ty = PackedType::for_source(tensor.ty, f32_throughout);
+        let layout = MatrixLayout::new(ty, tensor.rows, tensor.columns)
+            .map_err(|problem| PlacesError::Shape { role, problem })?;
+        Ok(MatrixPlace { role, layout, at: self.take(role, layout.bytes())? })
     }
 
-    /// Consecutive tensors of one packed type become one matrix, as long as each begins on a panel.
-    fn stack(&mut self, roles: &[TensorRole]) -> Result<Vec<MatrixPlace>, PlacesError> {
-        let mut stack: Vec<MatrixPlace> = Vec::new();
-        for &role in roles {
-            let layout = self.layout(role)?;
-            match stack.last_mut() {
-                Some(last)
-                    if last.layout.ty == layout.ty
-                        && last.layout.cols == layout.cols
-                        && last.layout.rows.is_multiple_of(PANEL_ROWS) =>
-                {
-                    last.parts.push((role, last.layout.rows));
-                    last.layout.rows += layout.rows;
-                }
-                _ => stack.push(MatrixPlace { layout, at: 0, parts: vec![(role, 0)] }),
-            }
-        }
-        for place in &mut stack {
-            place.at = self.take(place.parts[0].0, place.layout.bytes())?;
-        }
-        Ok(stack)
-    }
-
-    fn vectors(&mut self, roles: &[TensorRole]) -> Result<VectorPlace, PlacesError> {
-        let (mut len, mut parts) = (0_usize, Vec::new());
-        for &role in roles {
-            parts.push((role, len));
-            len += self.tensor(role)?.columns;
-        }
-        let at = self.take(roles.first().copied().unwrap_or(TensorRole::OutputNorm), len * size_of::<f32>())?;
-        Ok(VectorPlace { at, len, parts })
+    fn vector(&mut self, role: TensorRole) -> Result<VectorPlace, PlacesError> {
+        let len = self.tensor(role)?.columns;
+        let bytes = len.checked_mul(size_of::<f32>()).ok_or(PlacesError::Overflow(role))?;
+        Ok(VectorPlace { role, len, at: self.take(role, bytes)? })
     }
 }

@@ -4,7 +4,9 @@
 //!
 //! `x ≈ scale * q + zero` with `q` in `[-127, 127]` per block of 32 columns. The zero point halves the step where a block has one large
 //! value: mean |Δlogprob| per prompt is 0.04-0.06 with it and 0.06-0.11 without.
+#![allow(unsafe_code)]
 
+use super::disjoint::Disjoint;
 use super::isa::Isa;
 use super::packed::GROUP;
 use super::pool::ThreadPool;
@@ -88,7 +90,6 @@ impl Activations {
         columns: usize,
         kind: ActivationKind,
     ) -> Result<(), ShapeError> {
-        let _ = isa;
         (self.rows, self.columns) = (0, 0);
         self.floats.clear();
         self.codes.clear();
@@ -116,18 +117,13 @@ impl Activations {
             let input = x.as_chunks::<GROUP>().0;
             self.codes.resize(input.len(), [0; 8]);
             self.blocks.resize(input.len(), Block::default());
-            let mut outputs: Vec<_> = self
-                .codes
-                .chunks_mut(PART)
-                .zip(self.blocks.chunks_mut(PART))
-                .zip(input.chunks(PART))
-                .collect();
-            pool.for_parts(&mut outputs, 1, &|_, part| {
-                for ((codes, blocks), input) in part {
-                    for ((codes, block), x) in codes.iter_mut().zip(&mut **blocks).zip(*input) {
-                        (*codes, *block) = quantize(scheme, x);
-                    }
-                }
+            let isa = isa.usable();
+            let blocks = Disjoint::new(&mut self.blocks);
+            pool.for_parts(&mut self.codes, PART, &|part, codes| {
+                let range = part * PART..part * PART + codes.len();
+                // SAFETY: each part is given to one thread, and the ranges of different parts do not overlap.
+                let blocks = unsafe { blocks.part(range.clone()) };
+                quantize_blocks(isa, scheme, &input[range], codes, blocks);
             });
         }
         Ok(())
@@ -201,6 +197,36 @@ impl Activations {
 
 /// Blocks that one thread quantises at a time.
 const PART: usize = 128;
+
+fn quantize_blocks(
+    isa: Isa,
+    scheme: Scheme,
+    x: &[[f32; GROUP]],
+    codes: &mut [[i32; 8]],
+    blocks: &mut [Block],
+) {
+    match isa {
+        Isa::Portable => quantize_each(scheme, x, codes, blocks),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `set` made `isa` with `Isa::usable`, which found AVX2.
+        Isa::Avx2 | Isa::Avx512Vnni => unsafe { quantize_avx2(scheme, x, codes, blocks) },
+        #[cfg(not(target_arch = "x86_64"))]
+        Isa::Avx2 | Isa::Avx512Vnni => quantize_each(scheme, x, codes, blocks),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn quantize_avx2(scheme: Scheme, x: &[[f32; GROUP]], codes: &mut [[i32; 8]], blocks: &mut [Block]) {
+    quantize_each(scheme, x, codes, blocks);
+}
+
+#[inline(always)]
+fn quantize_each(scheme: Scheme, x: &[[f32; GROUP]], codes: &mut [[i32; 8]], blocks: &mut [Block]) {
+    for ((codes, block), x) in codes.iter_mut().zip(blocks).zip(x) {
+        (*codes, *block) = quantize(scheme, x);
+    }
+}
 
 /// One block. Plain operations, each rounded once and in one order: the same bits everywhere.
 #[inline(always)]

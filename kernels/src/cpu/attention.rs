@@ -223,41 +223,47 @@ impl Job<'_> {
         let first = tile.row.first_position + tile.first;
         for chunk in (split * SPLIT..tile.end().min((split + 1) * SPLIT)).step_by(CHUNK) {
             let loaded = CHUNK.min(tile.end() - chunk);
-            self.load(tile, Part::Key, chunk, loaded, &mut scratch.keys);
-            self.load(tile, Part::Value, chunk, loaded, &mut scratch.values);
-            for vector in 0..tile.count * self.group {
-                // The query at position p sees [0, p].
-                let seen = (first + vector / self.group + 1).saturating_sub(chunk).min(CHUNK);
-                if seen == 0 {
-                    continue;
+            self.load::<L>(tile, Part::Key, chunk, loaded, &mut scratch.keys);
+            self.load::<L>(tile, Part::Value, chunk, loaded, &mut scratch.values);
+            // The query at position p sees [0, p].
+            let seen = |vector: usize| (first + vector / self.group + 1).saturating_sub(chunk).min(CHUNK);
+            // Vectors that see none of the chunk are those of the tile's first queries.
+            let blind = (0..tile.count * self.group).take_while(|&vector| seen(vector) == 0).count();
+            // Three passes, so that the processor works on several vectors at once.
+            let vectors = || blind..tile.count * self.group;
+            for vector in vectors() {
+                let scores = &mut scratch.scores[vector];
+                *scores = L::dots(&scratch.q[vector * d..][..d], &scratch.keys);
+                scores[seen(vector)..].fill(f32::NEG_INFINITY);
+            }
+            for vector in vectors() {
+                let scores = &mut scratch.scores[vector];
+                let (max, sum) = (&mut partial.max[vector], &mut partial.sum[vector]);
+                let top = L::max(scores);
+                if top > *max {
+                    let factor = exp(*max - top);
+                    *max = top;
+                    *sum *= factor;
+                    L::shrink(&mut partial.values[vector * d..][..d], factor);
                 }
-                let q = &scratch.q[vector * d..][..d];
-                let mut scores = L::dots(q, &scratch.keys);
-                scores[seen..].fill(f32::NEG_INFINITY);
-                let values = &mut partial.values[vector * d..][..d];
-                let top = L::max(&scores);
-                if top > partial.max[vector] {
-                    let shrink = exp(partial.max[vector] - top);
-                    partial.max[vector] = top;
-                    partial.sum[vector] *= shrink;
-                    values.iter_mut().for_each(|value| *value *= shrink);
-                }
-                let weights = L::weights(&scores, partial.max[vector]);
-                partial.sum[vector] += tree_sum(&weights);
-                L::add_weighted(values, &weights[..seen], &scratch.values);
+                *sum += L::weights(scores, *max);
+            }
+            for vector in vectors() {
+                let weights = &scratch.scores[vector][..seen(vector)];
+                L::add_weighted(&mut partial.values[vector * d..][..d], weights, &scratch.values);
             }
         }
     }
 
     /// Reads `count` positions of one head from their block, in single precision.
-    fn load(&self, tile: &Tile, part: Part, position: usize, count: usize, dst: &mut [f32]) {
+    fn load<L: Lanes>(&self, tile: &Tile, part: Part, position: usize, count: usize, dst: &mut [f32]) {
         let layout: &KvLayout = self.mapping.layout();
         let (block, token) = self.mapping.slot(&tile.row, position);
         let at = layout.offset(block, self.layer, part, tile.head, token);
         let count = count * self.head_dim;
         let bytes = &self.arena[at..at + count * layout.element().bytes()];
         match layout.element() {
-            KvElement::F16 => lanes::widen(bytes, &mut dst[..count]),
+            KvElement::F16 => L::widen(bytes, &mut dst[..count]),
             KvElement::F32 => {
                 for (x, bytes) in dst.iter_mut().zip(bytes.as_chunks::<4>().0) {
                     *x = f32::from_le_bytes(*bytes);
@@ -291,6 +297,8 @@ impl Job<'_> {
 struct Scratch {
     /// The tile's query vectors, scaled.
     q: Vec<f32>,
+    /// Scores, then weights, of the tile's query vectors for one chunk.
+    scores: Vec<[f32; CHUNK]>,
     keys: Vec<f32>,
     values: Vec<f32>,
 }
@@ -298,23 +306,16 @@ struct Scratch {
 impl Scratch {
     fn new(job: &Job<'_>, tile: &Tile) -> Self {
         let d = job.head_dim;
-        let q = (0..tile.count * job.group)
+        let vectors = tile.count * job.group;
+        let q = (0..vectors)
             .flat_map(|vector| &job.q[job.offset(tile, vector)..][..d])
             .map(|x| x * job.shape.scale)
             .collect();
-        Self { q, keys: vec![0.0; CHUNK * d], values: vec![0.0; CHUNK * d] }
-    }
-}
-
-/// A sum whose order is the same everywhere.
-fn tree_sum(x: &[f32; CHUNK]) -> f32 {
-    let mut x = *x;
-    let mut width = CHUNK / 2;
-    while width > 0 {
-        for i in 0..width {
-            x[i] += x[i + width];
+        Self {
+            q,
+            scores: vec![[0.0; CHUNK]; vectors],
+            keys: vec![0.0; CHUNK * d],
+            values: vec![0.0; CHUNK * d],
         }
-        width /= 2;
     }
-    x[0]
 }

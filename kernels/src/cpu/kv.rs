@@ -279,12 +279,11 @@ pub fn write_kv(
 fn store(element: KvElement, x: &[f32], dst: &mut [u8]) {
     match element {
         KvElement::F16 => {
-            for (x, dst) in x.as_chunks::<8>().0.iter().zip(dst.as_chunks_mut::<16>().0) {
-                let mut halves = [f16::ZERO; 8];
-                halves.convert_from_f32_slice(x);
-                for (half, dst) in halves.iter().zip(dst.as_chunks_mut::<2>().0) {
-                    *dst = half.to_le_bytes();
-                }
+            let mut halves = [f16::ZERO; KvLayout::MAX_HEAD_DIM];
+            let halves = &mut halves[..x.len()];
+            halves.convert_from_f32_slice(x);
+            for (half, dst) in halves.iter().zip(dst.as_chunks_mut::<2>().0) {
+                *dst = half.to_le_bytes();
             }
         }
         KvElement::F32 => {

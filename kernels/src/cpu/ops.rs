@@ -2,8 +2,10 @@
 //!
 //! **Owns** norms, rotary embedding and element-wise functions. **Never** reduces in an order that depends on anything but the row's length.
 //! Only operations that are rounded once each, in one order: the same bits on every instruction set.
+#![allow(unsafe_code)]
 
 use super::exp::exp;
+use super::isa::Isa;
 use super::pool::ThreadPool;
 use crate::error::{ShapeError, length};
 
@@ -183,14 +185,34 @@ fn turn(head: &mut [f32], cos: &[f32], sin: &[f32], pairing: Pairing) {
 ///
 /// # Errors
 /// The lengths differ; nothing has been written.
-pub fn silu_mul(pool: &ThreadPool, gate: &mut [f32], up: &[f32]) -> Result<(), ShapeError> {
+pub fn silu_mul(pool: &ThreadPool, isa: Isa, gate: &mut [f32], up: &[f32]) -> Result<(), ShapeError> {
     length("up projection", gate.len(), up.len())?;
+    let isa = isa.usable();
     by_rows(pool, gate, 1, &|first, gate| {
-        for (gate, up) in gate.iter_mut().zip(&up[first..]) {
-            *gate = *gate / (1.0 + exp(-*gate)) * up;
+        let up = &up[first..][..gate.len()];
+        match isa {
+            Isa::Portable => silu_mul_each(gate, up),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `isa` was made with `Isa::usable`, which found AVX2.
+            Isa::Avx2 | Isa::Avx512Vnni => unsafe { silu_mul_avx2(gate, up) },
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512Vnni => silu_mul_each(gate, up),
         }
     });
     Ok(())
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn silu_mul_avx2(gate: &mut [f32], up: &[f32]) {
+    silu_mul_each(gate, up);
+}
+
+#[inline(always)]
+fn silu_mul_each(gate: &mut [f32], up: &[f32]) {
+    for (gate, up) in gate.iter_mut().zip(up) {
+        *gate = *gate / (1.0 + exp(-*gate)) * up;
+    }
 }
 
 /// `x += y`, element by element.

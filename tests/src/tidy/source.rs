@@ -190,11 +190,14 @@ fn find_text(files: &[File], place: impl Fn(&File) -> bool, marks: &[&str], what
 
 /// Every crate opens with what it owns and what it never does.
 pub fn openings(files: &[File]) -> Vec<Finding> {
-    let is_root = |f: &File| {
-        ["/src/lib.rs", "/src/main.rs"].iter().any(|end| f.path.ends_with(end))
-            && files.iter().any(|o| {
-                o.path == f.path.replace("src/lib.rs", "Cargo.toml").replace("src/main.rs", "Cargo.toml")
-            })
+    let there = |path: &str| files.iter().any(|f| f.path == path);
+    // A binary beside a library only starts it.
+    let is_root = |f: &File| match f.path.rsplit_once("/src/") {
+        Some((folder, "lib.rs")) => there(&format!("{folder}/Cargo.toml")),
+        Some((folder, "main.rs")) => {
+            there(&format!("{folder}/Cargo.toml")) && !there(&format!("{folder}/src/lib.rs"))
+        }
+        _ => false,
     };
     let mut found = Vec::new();
     for file in files.iter().filter(|f| is_root(f)) {

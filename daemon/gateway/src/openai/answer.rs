@@ -112,7 +112,12 @@ struct Message<'a> {
 }
 
 impl Head {
-    fn envelope<C: Serialize>(&self, object: &'static str, choices: &[C], usage: Option<Option<Usage>>) -> Bytes {
+    fn envelope<C: Serialize>(
+        &self,
+        object: &'static str,
+        choices: &[C],
+        usage: Option<Option<Usage>>,
+    ) -> Bytes {
         json(&Envelope {
             id: &self.id,
             object,

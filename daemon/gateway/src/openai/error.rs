@@ -126,7 +126,12 @@ impl ApiError {
 
     /// 500: a choice could not be computed.
     pub fn generation_failed() -> Self {
-        Self::new(500, SERVER, "generation_failed", "the answer could not be computed; other requests are not affected")
+        Self::new(
+            500,
+            SERVER,
+            "generation_failed",
+            "the answer could not be computed; other requests are not affected",
+        )
     }
 
     /// 503: a choice was cancelled by the operator, or since nobody read it.
@@ -194,7 +199,10 @@ impl ApiError {
                     429,
                     "rate_limit_error",
                     "queue_full",
-                    format!("{waiting} requests of this tenant wait already; try again in {} s", retry_after.max(1)),
+                    format!(
+                        "{waiting} requests of this tenant wait already; try again in {} s",
+                        retry_after.max(1)
+                    ),
                 )
             },
             Refusal::Closed(closed) => Self::closed(&closed),

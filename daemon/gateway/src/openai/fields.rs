@@ -40,9 +40,8 @@ pub(super) type Table = &'static [(&'static str, Treatment)];
 impl<'a> Object<'a> {
     /// Cuts a body into its fields.
     pub fn of_body(body: &'a [u8]) -> Result<Self, ApiError> {
-        let text = std::str::from_utf8(body).map_err(|e| {
-            ApiError::body(format!("the body is not UTF-8 at byte {}", e.valid_up_to()))
-        })?;
+        let text = std::str::from_utf8(body)
+            .map_err(|e| ApiError::body(format!("the body is not UTF-8 at byte {}", e.valid_up_to())))?;
         if text.trim_ascii().is_empty() {
             return Err(ApiError::body("the body is empty; it must be a JSON object"));
         }
@@ -94,13 +93,21 @@ impl<'a> Object<'a> {
         serde_json::from_str(raw.get()).map_err(|e| {
             let (message, at) = located(&e, raw.get());
             let start = raw.get().as_ptr() as usize - self.body.as_ptr() as usize;
-            ApiError::value(path, format!("`{path}`: {} at byte {} of the body", shortened(&message), start + at))
+            ApiError::value(
+                path,
+                format!("`{path}`: {} at byte {} of the body", shortened(&message), start + at),
+            )
         })
     }
 
     /// Every field has been taken, but for those of the tables. `honoured` are the names that were asked for. Adds a warning
     /// for each field that was given and has no effect.
-    pub fn finish(self, honoured: &[&str], tables: &[Table], warnings: &mut Vec<String>) -> Result<(), ApiError> {
+    pub fn finish(
+        self,
+        honoured: &[&str],
+        tables: &[Table],
+        warnings: &mut Vec<String>,
+    ) -> Result<(), ApiError> {
         for (field, raw) in &self.fields {
             let name = self.name(field);
             let known = tables.iter().copied().flatten().find(|(known, _)| known == field);
@@ -108,7 +115,8 @@ impl<'a> Object<'a> {
                 None => {
                     let names = honoured.iter().copied();
                     let names = names.chain(tables.iter().copied().flatten().map(|(known, _)| *known));
-                    let hint = nearest(field, names).map_or(String::new(), |near| format!("; did you mean `{near}`?"));
+                    let hint = nearest(field, names)
+                        .map_or(String::new(), |near| format!("; did you mean `{near}`?"));
                     let message = format!("`{}` is not a field of this request{hint}", shortened(&name));
                     return Err(ApiError::field(shortened(&name), "unknown_parameter", message));
                 }
@@ -119,8 +127,11 @@ impl<'a> Object<'a> {
                 }
                 Some((_, Treatment::Refused(neutral))) => {
                     if !is_neutral(raw.get(), neutral) {
-                        let default = neutral.first().map_or(String::new(), |value| format!(", or send its default {value}"));
-                        let message = format!("`{name}` is not supported by this server; leave it out{default}");
+                        let default = neutral
+                            .first()
+                            .map_or(String::new(), |value| format!(", or send its default {value}"));
+                        let message =
+                            format!("`{name}` is not supported by this server; leave it out{default}");
                         return Err(ApiError::field(name, "unsupported_parameter", message));
                     }
                 }
@@ -171,7 +182,9 @@ fn located(error: &serde_json::Error, text: &str) -> (String, usize) {
         0 | 1 => 0,
         line => text.bytes().enumerate().filter(|(_, b)| *b == b'\n').nth(line - 2).map_or(0, |(i, _)| i + 1),
     };
-    (message, (line_start + error.column().saturating_sub(1)).min(text.len()))
+    // The column is that of the byte in question, from 1; at the end of the text it is that of the last byte.
+    let before = if error.is_eof() { error.column() } else { error.column().saturating_sub(1) };
+    (message, (line_start + before).min(text.len()))
 }
 
 /// The fields of an object, none of them twice.
@@ -192,7 +205,10 @@ impl<'de: 'a, 'a> Deserialize<'de> for RawObject<'a> {
                         return Err(A::Error::custom("more fields than any request has"));
                     }
                     if let Some(_first) = fields.insert(name.clone(), value) {
-                        return Err(A::Error::custom(format!("the field {:?} is given twice", shortened(&name))));
+                        return Err(A::Error::custom(format!(
+                            "the field {:?} is given twice",
+                            shortened(&name)
+                        )));
                     }
                 }
                 Ok(RawObject(fields))

@@ -254,14 +254,20 @@ pub fn parse(kind: Kind, body: &[u8], bounds: Bounds<'_>) -> Result<ValidRequest
     let temperature = temperature(fields.take("temperature")?)?;
     let top_p: f64 = fields.take("top_p")?.unwrap_or(1.0);
     if !(top_p > 0.0 && top_p <= 1.0) {
-        return Err(ApiError::value("top_p", format!("`top_p` is {top_p}, it must be above 0 and at most 1")));
+        return Err(ApiError::value(
+            "top_p",
+            format!("`top_p` is {top_p}, it must be above 0 and at most 1"),
+        ));
     }
     // A mass that a single-precision number cannot tell from 0 keeps one token.
     let top_p = (top_p as f32).max(f32::MIN_POSITIVE);
     let top_k = match fields.take::<i64>("top_k")? {
         None | Some(-1 | 0) => None,
         Some(k) => Some(u32::try_from(k).map_err(|_| {
-            ApiError::value("top_k", format!("`top_k` is {k}, it must be positive, or -1 or 0 to keep every token"))
+            ApiError::value(
+                "top_k",
+                format!("`top_k` is {k}, it must be positive, or -1 or 0 to keep every token"),
+            )
         })?),
     };
     let seed = fields.take::<i64>("seed")?.map(|seed| seed as u64);
@@ -340,10 +346,14 @@ fn stop(given: Option<Strings<MAX_STOPS>>) -> Result<Vec<String>, ApiError> {
     let Strings(stop) = given.unwrap_or(Strings(Vec::new()));
     for text in &stop {
         if text.is_empty() {
-            return Err(ApiError::value("stop", "`stop` contains an empty string, which would end every answer"));
+            return Err(ApiError::value(
+                "stop",
+                "`stop` contains an empty string, which would end every answer",
+            ));
         }
         if text.len() > MAX_STOP {
-            let message = format!("`stop` contains a string of {} bytes, at most {MAX_STOP} are allowed", text.len());
+            let message =
+                format!("`stop` contains a string of {} bytes, at most {MAX_STOP} are allowed", text.len());
             return Err(ApiError::value("stop", message));
         }
     }
@@ -351,10 +361,17 @@ fn stop(given: Option<Strings<MAX_STOPS>>) -> Result<Vec<String>, ApiError> {
 }
 
 /// Whether usage is to be sent at the stream's end.
-fn stream_options(fields: &mut Object<'_>, stream: bool, warnings: &mut Vec<String>) -> Result<bool, ApiError> {
+fn stream_options(
+    fields: &mut Object<'_>,
+    stream: bool,
+    warnings: &mut Vec<String>,
+) -> Result<bool, ApiError> {
     let Some(raw) = fields.take_raw("stream_options") else { return Ok(false) };
     if !stream {
-        return Err(ApiError::value("stream_options", "`stream_options` is only allowed with `stream: true`"));
+        return Err(ApiError::value(
+            "stream_options",
+            "`stream_options` is only allowed with `stream: true`",
+        ));
     }
     let mut options = fields.nested("stream_options".to_owned(), raw)?;
     let include_usage = options.take("include_usage")?.unwrap_or(false);
@@ -372,7 +389,8 @@ fn prompt(fields: &mut Object<'_>) -> Result<Input, ApiError> {
         }
         Ok(())
     };
-    let no_tokens = || ApiError::value("prompt", "`prompt` is an empty list; it must have at least one token or string");
+    let no_tokens =
+        || ApiError::value("prompt", "`prompt` is an empty list; it must have at least one token or string");
     match inner {
         None => Ok(Input::Text(fields.read("prompt", raw)?)),
         Some(Some(b'"')) => {
@@ -445,7 +463,8 @@ fn part<'a>(fields: &Object<'a>, path: &str, raw: &'a RawValue) -> Result<String
     let mut part = fields.nested(path.to_owned(), raw)?;
     let kind: String = part.need("type")?;
     if kind != "text" {
-        let text = format!("`{path}.type` is {:?}; this server takes parts of type \"text\"", shortened(&kind));
+        let text =
+            format!("`{path}.type` is {:?}; this server takes parts of type \"text\"", shortened(&kind));
         return Err(ApiError::field(format!("{path}.type"), "unsupported_value", text));
     }
     let text = part.need("text")?;

@@ -118,7 +118,9 @@ impl Open {
     pub fn read_until(&mut self, needle: &str) -> String {
         let mut text = String::new();
         while !text.contains(needle) {
-            text.push_str(&self.chunk().unwrap_or_else(|| panic!("the stream ended before {needle:?}: {text}")));
+            text.push_str(
+                &self.chunk().unwrap_or_else(|| panic!("the stream ended before {needle:?}: {text}")),
+            );
         }
         text
     }

@@ -17,8 +17,8 @@ use pagedd_gateway::serve::Gateway;
 use pagedd_gateway::text::Text;
 use pagedd_model::testing::{TinyModel, gguf_writer};
 use pagedd_wire::gateway::{
-    Answer, Closed, Delivery, Entry, Finish, KeyEntry, Query, Refusal, Request, RequestId, ToDaemon, ToGateway,
-    Welcome,
+    Answer, Closed, Delivery, Entry, Finish, KeyEntry, Query, Refusal, Request, RequestId, ToDaemon,
+    ToGateway, Welcome,
 };
 use pagedd_wire::{FrameBuffer, PROTOCOL, encode};
 use sha2::{Digest as _, Sha256};
@@ -56,6 +56,8 @@ pub fn welcome() -> Welcome {
         max_n: 8,
         max_body: 1 << 20,
         max_connections: 256,
+        header_timeout_ms: 30_000,
+        idle_timeout_ms: 90_000,
         keys: None,
         closed: None,
     }
@@ -338,8 +340,13 @@ impl Server {
         let address = listener.local_addr().unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let Options { welcome, settings, text } = options;
-        let gateway =
-            Gateway { tenant: "acme".to_owned(), listener, socket: theirs, text: Arc::clone(&text), settings };
+        let gateway = Gateway {
+            tenant: "acme".to_owned(),
+            listener,
+            socket: theirs,
+            text: Arc::clone(&text),
+            settings,
+        };
         let thread = thread::spawn(move || gateway.run());
         daemon.connect(ours, &welcome);
         let server = Self { daemon, address, text, thread: Some(thread) };

@@ -19,7 +19,7 @@ const AN_HOUR: &str = "3600000";
 
 /// A keeper whose daemons are puppets.
 struct Keeper {
-    keeper: Child,
+    process: Child,
     listener: UnixListener,
     _dir: TempDir,
 }
@@ -31,7 +31,9 @@ impl Keeper {
         let listener = UnixListener::bind(&socket).unwrap();
         let mut what = role("keeper", &[socket.to_str().unwrap(), first_delay_ms, stop_ms]);
         what.env = env.iter().map(|(name, value)| (name.into(), value.into())).collect();
-        Self { keeper: spawn(what).unwrap(), listener, _dir: dir }
+        // A killed keeper leaves its own directory behind.
+        what.env.push(("TMPDIR".into(), dir.path().into()));
+        Self { process: spawn(what).unwrap(), listener, _dir: dir }
     }
 
     fn patient() -> Self {
@@ -42,10 +44,10 @@ impl Keeper {
     fn puppet(&self) -> Puppet {
         let mut fds = [
             PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN),
-            PollFd::new(&self.keeper, PollFlags::IN),
+            PollFd::new(&self.process, PollFlags::IN),
         ];
         poll(&mut fds, Some(&Timespec::try_from(LONG).unwrap())).unwrap();
-        assert!(!fds[0].revents().is_empty(), "keeper: {:?}", self.keeper.wait(std::time::Duration::ZERO));
+        assert!(!fds[0].revents().is_empty(), "keeper: {:?}", self.process.wait(std::time::Duration::ZERO));
         let (stream, _) = self.listener.accept().unwrap();
         stream.set_read_timeout(Some(LONG)).unwrap();
         let mut stream = BufReader::new(stream);
@@ -56,11 +58,11 @@ impl Keeper {
     }
 
     fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.keeper.pid() as i32), signal).unwrap();
+        kill(Pid::from_raw(self.process.pid() as i32), signal).unwrap();
     }
 
     fn end(&self) -> ExitStatus {
-        self.keeper.wait(LONG).unwrap().expect("the keeper ends")
+        self.process.wait(LONG).unwrap().expect("the keeper ends")
     }
 
     /// Its exit code.
@@ -72,7 +74,7 @@ impl Keeper {
 impl Drop for Keeper {
     /// Its daemon follows, by the lifeline.
     fn drop(&mut self) {
-        let _ = self.keeper.kill();
+        let _ = self.process.kill();
     }
 }
 

@@ -449,17 +449,13 @@ impl<'a> Cursor<'a> {
         }
         let columns = shape[0];
         let rows = shape[1..].iter().try_fold(1_u64, |n, &extent| n.checked_mul(extent));
-        let row_bytes = match usize::try_from(columns).ok().and_then(|c| ty.row_bytes(c)) {
-            Some(bytes) => bytes as u64,
-            None => {
-                let block = ty.block_elements();
-                return Err(Fault::malformed(
-                    &name,
-                    format_args!("rows of {columns} elements are no whole number of {ty} blocks of {block}"),
-                ));
-            }
+        let Some(row_bytes) = usize::try_from(columns).ok().and_then(|c| ty.row_bytes(c)) else {
+            let block = ty.block_elements();
+            let problem = format!("rows of {columns} elements are no whole number of {ty} blocks of {block}");
+            return Err(Fault::malformed(&name, problem));
         };
-        let (Some(rows), Some(bytes)) = (rows, rows.and_then(|rows| rows.checked_mul(row_bytes))) else {
+        let (Some(rows), Some(bytes)) = (rows, rows.and_then(|rows| rows.checked_mul(row_bytes as u64)))
+        else {
             return Err(Fault::malformed(&name, "its size overflows"));
         };
         Ok(RawTensor { name, ty, rows, columns, dimensions, bytes, offset })

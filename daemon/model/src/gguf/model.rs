@@ -186,17 +186,17 @@ impl Keys<'_> {
     }
 
     /// Refuses a value other than the one that means "not used".
-    fn only<T: PartialEq + std::fmt::Display>(
+    fn only<T: Copy + PartialEq + std::fmt::Display>(
         &self,
         name: &str,
         value: Option<T>,
         served: T,
     ) -> Result<(), Fault> {
-        match value {
-            Some(value) if value != served => {
+        match value.filter(|value| *value != served) {
+            Some(value) => {
                 Err(Fault::unsupported(self.key(name), format_args!("{value}, only {served} is served")))
             }
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 

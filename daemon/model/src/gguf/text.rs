@@ -22,7 +22,7 @@ impl Gguf {
             let vocabulary = GgufVocabulary::read(&self.metadata, file)?;
             let [bos, eos] = vocabulary.bos_and_eos();
             let tokens = TemplateTokens { controls: vocabulary.controls(), bos, eos };
-            ChatTemplate::compile(text, tokens, TEMPLATE).map(Some)
+            ChatTemplate::compile(&text, tokens, TEMPLATE).map(Some)
         };
         read().map_err(|fault| fault.at(&file.path))
     }

@@ -255,7 +255,7 @@ fn headers_that_lie_are_refused_by_tensor() {
     refusal(with_header(|h| h.replacen(name, "model.layers.00.mlp.up_proj.weight", 1)), "unknown");
     let twice = with_header(|h| {
         h.replacen(
-            "{",
+            '{',
             &format!("{{\"{name}\":{{\"dtype\":\"F32\",\"shape\":[64],\"data_offsets\":[0,256]}},"),
             1,
         )

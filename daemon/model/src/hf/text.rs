@@ -21,13 +21,11 @@ const MAX_TOKENIZER: u64 = 128 << 20;
 impl HfDirectory {
     fn tokenizer_bytes(&self) -> Result<(PathBuf, Vec<u8>), ModelError> {
         let path = self.path.join(TOKENIZER);
-        match read_small(&path, MAX_TOKENIZER)? {
-            Some(bytes) => Ok((path, bytes)),
-            None => {
-                let problem = "the file is missing; vocabularies in other files are not read";
-                Err(Fault::unsupported(TOKENIZER, problem).at(&self.path))
-            }
+        if let Some(bytes) = read_small(&path, MAX_TOKENIZER)? {
+            return Ok((path, bytes));
         }
+        let problem = "the file is missing; vocabularies in other files are not read";
+        Err(Fault::unsupported(TOKENIZER, problem).at(&self.path))
     }
 
     pub(crate) fn tokenizer(&self, config: &ModelConfig) -> Result<Tokenizer, ModelError> {
@@ -70,7 +68,7 @@ impl HfDirectory {
             bos: special(&settings, "bos_token"),
             eos: special(&settings, "eos_token"),
         };
-        ChatTemplate::compile(text, tokens, "chat_template").map(Some).map_err(|fault| fault.at(path))
+        ChatTemplate::compile(&text, tokens, "chat_template").map(Some).map_err(|fault| fault.at(path))
     }
 }
 

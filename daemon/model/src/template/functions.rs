@@ -43,7 +43,7 @@ pub(super) fn without_generation_blocks(text: &str) -> String {
     while let Some(at) = rest.find("{%") {
         let (before, tag) = rest.split_at(at + 2);
         out.push_str(before);
-        let sign = tag.starts_with(['-', '+']).then(|| &tag[..1]).unwrap_or_default();
+        let sign = if tag.starts_with(['-', '+']) { &tag[..1] } else { "" };
         let body = &tag[sign.len()..];
         let name = body.trim_start();
         let spaces = &body[..body.len() - name.len()];
@@ -72,10 +72,17 @@ fn raise_exception(message: String) -> Result<Value, Error> {
 }
 
 /// As Python's `json.dumps(value, ensure_ascii=False)`.
+#[allow(clippy::needless_pass_by_value)] // the interpreter passes options so
 fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
-    let _: Option<bool> = options.get("ensure_ascii")?;
-    let _: Option<bool> = options.get("sort_keys")?;
+    for option in ["ensure_ascii", "sort_keys"] {
+        if options.get::<Option<bool>>(option)? == Some(true) {
+            return Err(Error::new(
+                ErrorKind::InvalidOperation,
+                format!("tojson does not know {option}=true"),
+            ));
+        }
+    }
     options.assert_all_used()?;
     let json = serde_json::to_value(value)
         .map_err(|e| Error::new(ErrorKind::BadSerialization, "no JSON for this value").with_source(e))?;
@@ -118,29 +125,32 @@ impl Formatter for Spaced {
     }
 }
 
+const MONTHS: [&str; 12] = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+];
+/// From the day of 1970-01-01 on.
+const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+
 /// The time of the request in UTC, by the codes of C's `strftime` that templates use.
 fn strftime_now(state: &State, format: &str) -> Result<String, Error> {
     let now = state.lookup(NOW).and_then(|now| i64::try_from(now).ok());
     let now = now.ok_or_else(|| Error::new(ErrorKind::InvalidOperation, "the time is not known here"))?;
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
     let (days, seconds) = (now.div_euclid(86_400), now.rem_euclid(86_400));
     let (year, month, day) = civil(days);
     let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     let (month_name, day_name) = (MONTHS[month as usize - 1], DAYS[days.rem_euclid(7) as usize]);
+    let two = |number: i64| format!("{number:02}");
     let mut out = String::new();
     let mut codes = format.chars();
     while let Some(c) = codes.next() {
@@ -148,30 +158,29 @@ fn strftime_now(state: &State, format: &str) -> Result<String, Error> {
             out.push(c);
             continue;
         }
-        match codes.next() {
-            Some('Y') => out += &format!("{year:04}"),
-            Some('y') => out += &format!("{:02}", year.rem_euclid(100)),
-            Some('m') => out += &format!("{month:02}"),
-            Some('d') => out += &format!("{day:02}"),
-            Some('B') => out += month_name,
-            Some('b') => out += &month_name[..3],
-            Some('A') => out += day_name,
-            Some('a') => out += &day_name[..3],
-            Some('H') => out += &format!("{hour:02}"),
-            Some('I') => out += &format!("{:02}", (hour + 11) % 12 + 1),
-            Some('p') => out += if hour < 12 { "AM" } else { "PM" },
-            Some('M') => out += &format!("{minute:02}"),
-            Some('S') => out += &format!("{second:02}"),
-            Some('Z') => out += "UTC",
-            Some('%') => out.push('%'),
+        let value = match codes.next() {
+            Some('Y') => format!("{year:04}"),
+            Some('y') => two(year.rem_euclid(100)),
+            Some('m') => two(month),
+            Some('d') => two(day),
+            Some('B') => month_name.to_owned(),
+            Some('b') => month_name[..3].to_owned(),
+            Some('A') => day_name.to_owned(),
+            Some('a') => day_name[..3].to_owned(),
+            Some('H') => two(hour),
+            Some('I') => two((hour + 11) % 12 + 1),
+            Some('p') => if hour < 12 { "AM" } else { "PM" }.to_owned(),
+            Some('M') => two(minute),
+            Some('S') => two(second),
+            Some('Z') => "UTC".to_owned(),
+            Some('%') => "%".to_owned(),
             other => {
                 let code = other.map_or_else(String::new, String::from);
-                return Err(Error::new(
-                    ErrorKind::InvalidOperation,
-                    format!("strftime_now does not know %{code}"),
-                ));
+                let problem = format!("strftime_now does not know %{code}");
+                return Err(Error::new(ErrorKind::InvalidOperation, problem));
             }
-        }
+        };
+        out.push_str(&value);
     }
     Ok(out)
 }

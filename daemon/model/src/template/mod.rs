@@ -94,14 +94,14 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    pub(crate) fn compile(text: String, tokens: TemplateTokens, key: &str) -> Result<Self, Fault> {
+    pub(crate) fn compile(text: &str, tokens: TemplateTokens, key: &str) -> Result<Self, Fault> {
         if text.len() as u64 > MAX_TEMPLATE {
             return Err(Fault::unsupported(key, format_args!("a template of {} bytes", text.len())));
         }
-        let taint = Taint::new(&tokens.controls, &text);
+        let taint = Taint::new(&tokens.controls, text);
         let compiled = functions::environment().and_then(|mut environment| {
             environment.set_fuel(Some(FUEL));
-            environment.add_template_owned(NAME, functions::without_generation_blocks(&text))?;
+            environment.add_template_owned(NAME, functions::without_generation_blocks(text))?;
             Ok(environment)
         });
         let environment = compiled

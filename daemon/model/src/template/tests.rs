@@ -22,7 +22,7 @@ const TEMPLATES: [&str; 10] = [
 fn compile(text: &str) -> Result<ChatTemplate, Fault> {
     let controls = CONTROLS.iter().map(|&c| c.to_owned()).collect();
     let tokens = TemplateTokens { controls, bos: Some("<s>".into()), eos: Some("</s>".into()) };
-    ChatTemplate::compile(text.to_owned(), tokens, "tokenizer.chat_template")
+    ChatTemplate::compile(text, tokens, "tokenizer.chat_template")
 }
 
 fn chat(body: &str) -> ChatTemplate {

@@ -104,7 +104,9 @@ impl GgufWriter {
         for tensor in &self.tensors {
             put_string(&mut out, &tensor.name);
             out.extend((tensor.extents.len() as u32).to_le_bytes());
-            tensor.extents.iter().for_each(|extent| out.extend(extent.to_le_bytes()));
+            for extent in &tensor.extents {
+                out.extend(extent.to_le_bytes());
+            }
             out.extend(tensor.ty.to_le_bytes());
             out.extend((offset as u64).to_le_bytes());
             offset += tensor.data.len().next_multiple_of(ALIGNMENT);
@@ -143,15 +145,21 @@ fn put_value(out: &mut Vec<u8>, value: &GgufValue) {
         }
         GgufValue::Strings(texts) => {
             put_array(out, 8, texts.len());
-            texts.iter().for_each(|text| put_string(out, text));
+            for text in texts {
+                put_string(out, text);
+            }
         }
         GgufValue::I32s(numbers) => {
             put_array(out, 5, numbers.len());
-            numbers.iter().for_each(|n| out.extend(n.to_le_bytes()));
+            for number in numbers {
+                out.extend(number.to_le_bytes());
+            }
         }
         GgufValue::F32s(numbers) => {
             put_array(out, 6, numbers.len());
-            numbers.iter().for_each(|f| out.extend(f.to_le_bytes()));
+            for number in numbers {
+                out.extend(number.to_le_bytes());
+            }
         }
     }
 }
@@ -214,7 +222,7 @@ fn tensor(seed: u64, model: &TinyModel, role: TensorRole, shape: [usize; 2]) -> 
     let ty = if role.is_vector() { TensorType::F32 } else { model.ty };
     let [rows, columns] = shape;
     let data = if ty.block_elements() == 1 {
-        let mut weights = model.weights(seed, role, shape);
+        let mut weights = TinyModel::weights(seed, role, shape);
         let rotated = matches!(
             role,
             TensorRole::Layer(

@@ -41,7 +41,7 @@ pub(super) fn write(directory: &Path, seed: u64, model: &TinyModel, shards: usiz
         header.insert("__metadata__".into(), json!({ "format": "pt" }));
         for &(role, shape) in tensors {
             let start = data.len();
-            data.extend(plain_bytes(model.ty, &model.weights(seed, role, shape)));
+            data.extend(plain_bytes(model.ty, &TinyModel::weights(seed, role, shape)));
             let extents = if role.is_vector() { json!([shape[1]]) } else { json!(shape) };
             let entry = json!({ "dtype": dtype, "shape": extents, "data_offsets": [start, data.len()] });
             header.insert(role.hf_name(), entry);

@@ -116,11 +116,12 @@ impl TinyModel {
     }
 
     /// Weights of one tensor with rows in the order of halves.
-    fn weights(&self, seed: u64, role: TensorRole, [rows, columns]: [usize; 2]) -> Vec<f32> {
+    fn weights(seed: u64, role: TensorRole, [rows, columns]: [usize; 2]) -> Vec<f32> {
         let mut random = Random::new(seed).branch(&role.to_string());
         let (centre, spread) = match role {
-            TensorRole::OutputNorm => (1.0, 0.2),
-            TensorRole::Layer(_, LayerTensor::AttnNorm | LayerTensor::FfnNorm) => (1.0, 0.2),
+            TensorRole::OutputNorm | TensorRole::Layer(_, LayerTensor::AttnNorm | LayerTensor::FfnNorm) => {
+                (1.0, 0.2)
+            }
             TensorRole::Layer(_, tensor) if tensor.is_bias() => (0.0, 0.2),
             _ => (0.0, 2.0 / (columns as f32).sqrt()),
         };

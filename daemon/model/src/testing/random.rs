@@ -1,4 +1,4 @@
-//! SplitMix64: small, seeded, the same everywhere.
+//! `SplitMix64`: small, seeded, the same everywhere.
 
 /// A stream of pseudo-random numbers.
 #[derive(Clone, Debug)]

@@ -44,7 +44,7 @@ pub(super) struct Match {
 
 impl Texts {
     pub(super) fn trusted(text: &str) -> Self {
-        Self { text: text.to_owned(), trusted: vec![0..text.len()] }
+        Self { text: text.to_owned(), trusted: Vec::from([0..text.len()]) }
     }
 
     pub(super) fn untrusted(text: &str) -> Self {

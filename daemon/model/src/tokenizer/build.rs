@@ -24,7 +24,7 @@ pub(super) enum Kind {
     Control,
     /// Found as written, shown as written.
     Added,
-    /// A raw byte of a SentencePiece vocabulary.
+    /// A raw byte of a `SentencePiece` vocabulary.
     Byte,
     /// Stands for nothing.
     Unused,

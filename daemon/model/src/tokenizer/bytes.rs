@@ -35,7 +35,7 @@ impl ByteTable {
 pub(super) enum Spelling {
     /// GPT-2's: each byte is one printable character.
     ByteLevel,
-    /// SentencePiece's: `▁` is a space, and `<0xNN>` a byte.
+    /// `SentencePiece`'s: `▁` is a space, and `<0xNN>` a byte.
     SentencePiece,
 }
 

@@ -159,7 +159,7 @@ impl GgufVocabulary {
         .build()
     }
 
-    /// SentencePiece merges the neighbours whose union has the best score. As ranked merges: every split of every piece into
+    /// `SentencePiece` merges the neighbours whose union has the best score. As ranked merges: every split of every piece into
     /// two pieces, by score of the whole, then by id.
     fn merges_by_score(&self, scores: &[f32]) -> Result<Vec<(String, String)>, Fault> {
         if scores.len() != self.entries.len() {
@@ -214,7 +214,7 @@ fn split_merge(index: usize, text: &str) -> Result<(String, String), Fault> {
     }
 }
 
-/// SentencePiece writes spaces as `▁`, and one in front of the text and after each control token.
+/// `SentencePiece` writes spaces as `▁`, and one in front of the text and after each control token.
 fn spaces(prefix: bool) -> Result<NormalizerWrapper, Fault> {
     let replace = Replace::new(" ", "▁").map_err(|e| Fault::unsupported(MODEL, e))?;
     Ok(if prefix {

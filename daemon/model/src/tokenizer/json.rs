@@ -38,6 +38,7 @@ struct Json {
 }
 
 #[derive(Deserialize)]
+#[allow(clippy::struct_excessive_bools)] // the file's own flags
 struct Added {
     id: u32,
     content: String,

@@ -50,21 +50,20 @@ fn every_reference_prompt_has_its_reference_ids() {
     assert_eq!(prompts.len(), 8);
     for prompt in prompts {
         let wanted = ids(&prompt["prompt_ids"]);
-        let got = match prompt["kind"].as_str().unwrap() {
-            "raw" => tokenizer.encode_prompt(prompt["prompt"].as_str().unwrap()),
-            _ => {
-                let messages: Vec<Message> = prompt["messages"]
-                    .as_array()
-                    .unwrap()
-                    .iter()
-                    .map(|m| Message::new(m["role"].as_str().unwrap(), m["content"].as_str().unwrap()))
-                    .collect();
-                let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
-                let pieces = template.render(&messages, &options).unwrap();
-                let text: String = pieces.iter().map(Piece::text).collect();
-                assert_eq!(text, prompt["templated"].as_str().unwrap());
-                tokenizer.encode_pieces(&pieces)
-            }
+        let got = if prompt["kind"] == "raw" {
+            tokenizer.encode_prompt(prompt["prompt"].as_str().unwrap())
+        } else {
+            let messages: Vec<Message> = prompt["messages"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|m| Message::new(m["role"].as_str().unwrap(), m["content"].as_str().unwrap()))
+                .collect();
+            let options = RenderOptions { add_generation_prompt: true, ..RenderOptions::default() };
+            let pieces = template.render(&messages, &options).unwrap();
+            let text: String = pieces.iter().map(Piece::text).collect();
+            assert_eq!(text, prompt["templated"].as_str().unwrap());
+            tokenizer.encode_pieces(&pieces)
         };
         assert_eq!(numbers(&got), wanted, "{}", prompt["id"]);
     }

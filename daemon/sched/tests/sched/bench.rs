@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use pagedd_core::{Blocks, FinishReason, RequestId, SamplingParams, TenantId, TokenId, Tokens};
 use pagedd_sched::{
-    AdmitError, Applied, Finished, NewRequest, PolicyKind, Scheduler, SchedulerConfig, ShareSpec, StepOutput, StepPlan,
+    AdmitError, Applied, Finished, NewRequest, PolicyKind, Scheduler, SchedulerConfig, ShareSpec, StepOutput,
+    StepPlan,
 };
 
 use crate::worker::{Worker, reference};
@@ -98,8 +99,19 @@ impl Bench {
         if apply {
             self.apply();
         }
-        assert!(planned || apply || self.scheduler.is_idle(), "stalled with work to do: {:?}", self.scheduler.waits());
+        assert!(
+            planned || apply || self.scheduler.is_idle(),
+            "stalled with work to do: {:?}",
+            self.scheduler.waits()
+        );
         planned || apply
+    }
+
+    /// So many steps.
+    pub fn run(&mut self, steps: u32) {
+        for _ in 0..steps {
+            self.step();
+        }
     }
 
     /// Plans and runs one step.
@@ -131,7 +143,10 @@ impl Bench {
         let applied = self.scheduler.apply(plan, output);
         for token in &applied.tokens {
             let key = (token.request, token.choice);
-            assert!(!self.finished.iter().rev().any(|f| (f.request, f.choice) == key), "a token after the end");
+            assert!(
+                !self.finished.iter().rev().any(|f| (f.request, f.choice) == key),
+                "a token after the end"
+            );
             self.tokens.get_mut(&key).expect("a known choice").push(token.token);
         }
         self.note(applied.finished.clone());
@@ -154,13 +169,16 @@ impl Bench {
             match end.reason {
                 FinishReason::Cancelled => assert_eq!(got[..], expected[..got.len()], "{end:?}"),
                 FinishReason::Failed => assert!(self.broken.contains(&end.request), "{end:?}"),
-                FinishReason::Stop | FinishReason::Length => assert_eq!((got, end.reason), (&expected, reason), "{end:?}"),
+                FinishReason::Stop | FinishReason::Length => {
+                    assert_eq!((got, end.reason), (&expected, reason), "{end:?}");
+                }
             }
             let twice = self.finished.iter().any(|f| (f.request, f.choice) == (end.request, end.choice));
             assert!(!twice, "{end:?} twice");
             if let Some(ended) = end.ended {
                 assert!(ended.cached_tokens < ended.prompt_tokens, "{ended:?}");
-                let all = (0..request.n).map(|choice| self.tokens[&(end.request, choice)].len()).sum::<usize>();
+                let all =
+                    (0..request.n).map(|choice| self.tokens[&(end.request, choice)].len()).sum::<usize>();
                 assert_eq!(ended.output_tokens.0 as usize, all, "{end:?}");
             }
             self.finished.push(end);

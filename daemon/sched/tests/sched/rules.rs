@@ -1,7 +1,7 @@
 //! Promises that a scenario would not show.
 
 use pagedd_core::{Blocks, FinishReason, TenantId};
-use pagedd_sched::{AdmitError, StepOutput};
+use pagedd_sched::{AdmitError, NewRequest, StepOutput};
 
 use crate::bench::{Bench, config, id, request, share};
 
@@ -13,7 +13,7 @@ fn a_failed_row_ends_its_request_only() {
         forked.n = 2;
         bench.admit(forked).unwrap();
         bench.admit(request(2, 0, 10, 8)).unwrap();
-        (0..3).for_each(|_| drop(bench.step()));
+        bench.run(3);
         while bench.flying.len() > 1 {
             bench.apply();
         }
@@ -50,7 +50,7 @@ fn an_output_that_lacks_a_token_fails_that_request() {
 #[test]
 fn plans_run_in_any_number_of_repetitions_leave_the_same_arena() {
     for depth in [1, 2, 3] {
-        let mut bench = Bench::new(config(10, 4), depth).tenant(0, 0, 10).tenant(1, 4, 10);
+        let mut bench = Bench::new(config(12, 4), depth).tenant(0, 0, 12).tenant(1, 4, 12);
         for number in 0..30 {
             let mut new = request(number, (number % 2) as u32, 1 + (number % 9) as u32, 6);
             new.n = 1 + (number % 3) as u32;
@@ -72,7 +72,7 @@ fn a_floor_is_back_within_two_step_boundaries() {
         for number in 0..8 {
             bench.admit(request(number, 1, 20, 200 / 8)).unwrap();
         }
-        (0..12).for_each(|_| drop(bench.step()));
+        bench.run(12);
         bench.admit(request(100, 0, 28, 4)).unwrap();
         let mut boundaries = 0;
         while bench.scheduler.stats().tenants[0].running == 0 {
@@ -92,13 +92,16 @@ fn a_backlog_of_one_tenant_does_not_hold_up_anothers_floor() {
     for number in 0..100 {
         bench.admit(request(number, 1, 10, 10)).unwrap();
     }
-    (0..3).for_each(|_| drop(bench.step()));
+    bench.run(3);
     for number in 200..210 {
         bench.admit(request(number, 0, 10, 4)).unwrap();
         let mut steps = 0;
         while bench.ends(id(number)).is_empty() {
             steps += 1;
-            assert!(steps <= 6, "request {number} of the tenant with a floor took {steps} steps for 4 tokens");
+            assert!(
+                steps <= 6,
+                "request {number} of the tenant with a floor took {steps} steps for 4 tokens"
+            );
             bench.step();
         }
     }
@@ -111,7 +114,7 @@ fn a_lowered_ceiling_is_enforced_by_cached_blocks_and_young_sequences_but_starve
     for number in 0..4 {
         bench.admit(request(number, 0, 8, 8)).unwrap();
     }
-    (0..4).for_each(|_| drop(bench.step()));
+    bench.run(4);
     bench.scheduler.set_share(TenantId(0), share(0, 4)).unwrap();
     bench.step();
     let tenant = bench.scheduler.stats().tenants[0];
@@ -146,7 +149,7 @@ fn the_next_turn_of_a_chat_finds_the_answer_of_the_last_one() {
     let mut bench = Bench::new(config(32, 4), 1).tenant(0, 0, 32);
     bench.admit(request(1, 0, 10, 9)).unwrap();
     bench.finish();
-    let mut next = request(2, 0, 10, 4);
+    let mut next = NewRequest { id: id(2), ..request(1, 0, 10, 4) };
     next.prompt.extend(&bench.tokens[&(id(1), 0)]);
     next.prompt.extend(&request(3, 0, 5, 1).prompt);
     bench.admit(next).unwrap();

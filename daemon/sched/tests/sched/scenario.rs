@@ -32,7 +32,9 @@ struct Player {
 /// The number behind a word, or its default.
 fn value(words: &[&str], key: &str, default: u32) -> u32 {
     let at = words.iter().position(|word| *word == key);
-    at.map_or(default, |at| words[at + 1].parse().unwrap_or_else(|_| panic!("a number behind {key}: {words:?}")))
+    at.map_or(default, |at| {
+        words[at + 1].parse().unwrap_or_else(|_| panic!("a number behind {key}: {words:?}"))
+    })
 }
 
 fn tenant_of(name: &str) -> u32 {
@@ -89,7 +91,11 @@ impl Player {
                 let mut bench = Bench::new(config, self.depth);
                 for at in words.iter().enumerate().filter(|(_, word)| word.ends_with(':')).map(|(at, _)| at) {
                     let spec = &words[at..(at + 5).min(words.len())];
-                    bench = bench.tenant(tenant_of(words[at]), value(spec, "floor", 0), value(spec, "ceiling", 0));
+                    bench = bench.tenant(
+                        tenant_of(words[at]),
+                        value(spec, "floor", 0),
+                        value(spec, "ceiling", 0),
+                    );
                 }
                 self.bench = Some(bench);
             }
@@ -128,7 +134,7 @@ impl Player {
                 let spec = share(value(words, "floor", 0), value(words, "ceiling", 0));
                 let set = self.bench().scheduler.set_share(TenantId(tenant_of(words[0])), spec);
                 if let Err(error) = set {
-                    writeln!(self.out, "share    {}", error).unwrap();
+                    writeln!(self.out, "share    {error}").unwrap();
                 }
             }
             "show" => self.show(),
@@ -171,14 +177,20 @@ impl Player {
 
     fn plan(&mut self) -> bool {
         let plan = self.bench().plan().cloned();
-        let mut line = plan.as_ref().map_or_else(|| "plan     nothing".to_owned(), |plan| self.describe(plan));
+        let mut line =
+            plan.as_ref().map_or_else(|| "plan     nothing".to_owned(), |plan| self.describe(plan));
         let waits = self.bench().scheduler.waits().to_vec();
         for wait in waits {
             let name = self.requests.iter().find(|(_, r)| r.id == wait.request).map(|(name, _)| name.clone());
             let name = name.unwrap_or_default();
             let why = match wait.reason {
-                WaitReason::Ceiling { room, wanted } => format!("ceiling, room for {room} of {wanted} wanted"),
-                WaitReason::Exhausted { free, wanted } => format!("exhausted, {free} free of {wanted} wanted"),
+                WaitReason::Ceiling { room, wanted } => {
+                    format!("ceiling, room for {room} of {wanted} wanted")
+                }
+                WaitReason::Exhausted { free, wanted } => {
+                    format!("exhausted, {free} free of {wanted} wanted")
+                }
+                WaitReason::Behind { wanted } => format!("behind an older one, {wanted} wanted"),
                 WaitReason::Budget => "budget".to_owned(),
             };
             write!(line, "   waits {name}: {why}").unwrap();
@@ -201,7 +213,8 @@ impl Player {
             } else {
                 format!("decode {}{}", row.start, if soft { "?" } else { "" })
             };
-            let drawn = if row.samples.len() > 1 { format!(" draws {}", row.samples.len()) } else { String::new() };
+            let drawn =
+                if row.samples.len() > 1 { format!(" draws {}", row.samples.len()) } else { String::new() };
             write!(line, " {name} {what}{drawn} ").unwrap();
         }
         line
@@ -215,7 +228,8 @@ impl Player {
                 format!(" prompt {} cached {} output {}", e.prompt_tokens, e.cached_tokens, e.output_tokens)
             });
             let number = u128::from_be_bytes(end.request.0) % 1000;
-            writeln!(lines, "end      {}{number}.{} {}{tokens}", name_of(end.tenant), end.choice, end.reason).unwrap();
+            writeln!(lines, "end      {}{number}.{} {}{tokens}", name_of(end.tenant), end.choice, end.reason)
+                .unwrap();
         }
         self.reported = self.bench().finished.len();
         self.out.push_str(&lines);
@@ -227,7 +241,8 @@ impl Player {
         for t in stats.tenants {
             let pending = if t.share_pending { " (share pending)" } else { "" };
             write!(line, "   {}: held {} cached {}", name_of(t.tenant), t.held, t.cached).unwrap();
-            write!(line, " running {} waiting {} preempted {}{pending}", t.running, t.waiting, t.preemptions).unwrap();
+            write!(line, " running {} waiting {} preempted {}{pending}", t.running, t.waiting, t.preemptions)
+                .unwrap();
         }
         writeln!(self.out, "{line}").unwrap();
     }

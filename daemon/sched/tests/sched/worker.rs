@@ -97,7 +97,8 @@ impl Worker {
         let mut failed = Vec::new();
         for row in &plan.rows {
             assert!(!row.inputs.is_empty(), "an empty row");
-            let known = self.sequences.get_mut(&row.seq).unwrap_or_else(|| panic!("{} was not begun", row.seq));
+            let known =
+                self.sequences.get_mut(&row.seq).unwrap_or_else(|| panic!("{} was not begun", row.seq));
             assert!(row.table.from as usize <= known.table.len(), "a hole in the table of {}", row.seq);
             known.table.truncate(row.table.from as usize);
             known.table.extend(&row.table.blocks);
@@ -110,9 +111,10 @@ impl Worker {
             for (i, input) in row.inputs.iter().enumerate() {
                 let token = match input {
                     Input::Known(token) => *token,
-                    Input::Sampled { plan, seq } => {
-                        *self.drawn.get(&(*plan, *seq)).unwrap_or_else(|| panic!("{seq} drew nothing in {plan}"))
-                    }
+                    Input::Sampled { plan, seq } => *self
+                        .drawn
+                        .get(&(*plan, *seq))
+                        .unwrap_or_else(|| panic!("{seq} drew nothing in {plan}")),
                 };
                 let position = start + i;
                 let before = if position == 0 { 0 } else { self.arena[self.slot(&table, position - 1)] };

@@ -169,7 +169,7 @@ proptest! {
             let mut slots = HashSet::new();
             for row in &batch.rows {
                 for position in row.start..row.end() {
-                    let block = table(&all, row)[(position / 16) as usize];
+                    let block = table(&all, row)[(position / 16) as usize].0;
                     prop_assert!(block < 8);
                     prop_assert!(slots.insert((block, position % 16)));
                 }

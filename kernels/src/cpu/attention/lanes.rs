@@ -2,7 +2,6 @@
 #![allow(unsafe_code)]
 
 use half::f16;
-use half::slice::HalfFloatSliceExt as _;
 
 use super::CHUNK;
 use crate::cpu::exp::exp;
@@ -14,10 +13,14 @@ pub(super) trait Lanes {
     fn dots(q: &[f32], keys: &[f32]) -> [f32; CHUNK];
     /// The largest score.
     fn max(scores: &[f32; CHUNK]) -> f32;
-    /// `exp(score - max)`.
-    fn weights(scores: &[f32; CHUNK], max: f32) -> [f32; CHUNK];
+    /// Scores become `exp(score - max)`; returns their sum, added as a tree that folds the upper half onto the lower.
+    fn weights(scores: &mut [f32; CHUNK], max: f32) -> f32;
+    /// `values *= factor`.
+    fn shrink(values: &mut [f32], factor: f32);
     /// `acc += Σ weights[t] * values[t]`, `t` in order.
     fn add_weighted(acc: &mut [f32], weights: &[f32], values: &[f32]);
+    /// Half precision to single, exactly; whole vectors of 8.
+    fn widen(halves: &[u8], out: &mut [f32]);
 }
 
 pub(super) struct Portable;
@@ -41,8 +44,23 @@ impl Lanes for Portable {
         scores.iter().copied().fold(f32::NEG_INFINITY, f32::max)
     }
 
-    fn weights(scores: &[f32; CHUNK], max: f32) -> [f32; CHUNK] {
-        scores.map(|score| exp(score - max))
+    fn weights(scores: &mut [f32; CHUNK], max: f32) -> f32 {
+        for score in &mut *scores {
+            *score = exp(*score - max);
+        }
+        let mut sums = *scores;
+        let mut width = CHUNK / 2;
+        while width > 0 {
+            for i in 0..width {
+                sums[i] += sums[i + width];
+            }
+            width /= 2;
+        }
+        sums[0]
+    }
+
+    fn shrink(values: &mut [f32], factor: f32) {
+        values.iter_mut().for_each(|value| *value *= factor);
     }
 
     fn add_weighted(acc: &mut [f32], weights: &[f32], values: &[f32]) {
@@ -52,15 +70,176 @@ impl Lanes for Portable {
             }
         }
     }
+
+    fn widen(halves: &[u8], out: &mut [f32]) {
+        for (out, half) in out.iter_mut().zip(halves.as_chunks::<2>().0) {
+            *out = f16::from_le_bytes(*half).to_f32_const();
+        }
+    }
 }
 
-pub(super) use Portable as Avx2;
+/// AVX2, FMA and F16C, as found by [`Isa::usable`](crate::Isa::usable).
+#[cfg(target_arch = "x86_64")]
+pub(super) struct Avx2;
 
-/// Half precision to single, exactly.
-pub(super) fn widen(bytes: &[u8], dst: &mut [f32]) {
-    for (dst, bytes) in dst.as_chunks_mut::<8>().0.iter_mut().zip(bytes.as_chunks::<16>().0) {
-        let bytes = bytes.as_chunks::<2>().0;
-        let halves: [f16; 8] = std::array::from_fn(|i| f16::from_le_bytes(bytes[i]));
-        halves.convert_to_f32_slice(dst);
+#[cfg(target_arch = "x86_64")]
+impl Lanes for Avx2 {
+    #[inline(always)]
+    fn dots(q: &[f32], keys: &[f32]) -> [f32; CHUNK] {
+        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
+        unsafe { avx2::dots(q, keys) }
+    }
+
+    #[inline(always)]
+    fn max(scores: &[f32; CHUNK]) -> f32 {
+        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
+        unsafe { avx2::max(scores) }
+    }
+
+    #[inline(always)]
+    fn weights(scores: &mut [f32; CHUNK], max: f32) -> f32 {
+        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
+        unsafe { avx2::weights(scores, max) }
+    }
+
+    #[inline(always)]
+    fn shrink(values: &mut [f32], factor: f32) {
+        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
+        unsafe { avx2::shrink(values, factor) }
+    }
+
+    #[inline(always)]
+    fn add_weighted(acc: &mut [f32], weights: &[f32], values: &[f32]) {
+        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
+        unsafe { avx2::add_weighted(acc, weights, values) }
+    }
+
+    #[inline(always)]
+    fn widen(halves: &[u8], out: &mut [f32]) {
+        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
+        unsafe { avx2::widen(halves, out) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use std::arch::x86_64::{
+        __m256, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_max_ps, _mm_max_ss, _mm_movehdup_ps,
+        _mm_movehl_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_cvtph_ps, _mm256_extractf128_ps,
+        _mm256_fmadd_ps, _mm256_hadd_ps, _mm256_max_ps, _mm256_permute2f128_ps, _mm256_set1_ps,
+        _mm256_setzero_ps,
+    };
+
+    use super::{CHUNK, exp};
+    use crate::cpu::vector::{load_f32x8, load_i128, store_f32x8};
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn dots(q: &[f32], keys: &[f32]) -> [f32; CHUNK] {
+        let (vectors, q) = (q.len() / 8, q.as_chunks::<8>().0);
+        let keys = keys.as_chunks::<8>().0;
+        let mut out = [0.0; CHUNK];
+        for (half, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+            let keys: [&[[f32; 8]]; 8] =
+                std::array::from_fn(|t| &keys[(half * 8 + t) * vectors..][..vectors]);
+            let mut acc = [_mm256_setzero_ps(); 8];
+            for i in 0..vectors {
+                let q = load_f32x8(&q[i]);
+                for t in 0..8 {
+                    acc[t] = _mm256_fmadd_ps(q, load_f32x8(&keys[t][i]), acc[t]);
+                }
+            }
+            // Neighbours are added within each half of a vector, then the halves: the tree that plain Rust adds in too.
+            let first = quads(acc[0], acc[1], acc[2], acc[3]);
+            let last = quads(acc[4], acc[5], acc[6], acc[7]);
+            let low = _mm256_permute2f128_ps::<0x20>(first, last);
+            let high = _mm256_permute2f128_ps::<0x31>(first, last);
+            store_f32x8(_mm256_add_ps(low, high), out);
+        }
+        out
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn quads(a: __m256, b: __m256, c: __m256, d: __m256) -> __m256 {
+        _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d))
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn max(scores: &[f32; CHUNK]) -> f32 {
+        let halves = scores.as_chunks::<8>().0;
+        let x = _mm256_max_ps(load_f32x8(&halves[0]), load_f32x8(&halves[1]));
+        let x = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+        let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+        let x = _mm_max_ss(x, _mm_movehdup_ps(x));
+        _mm_cvtss_f32(x)
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn weights(scores: &mut [f32; CHUNK], max: f32) -> f32 {
+        for score in &mut *scores {
+            *score = exp(*score - max);
+        }
+        let halves = scores.as_chunks::<8>().0;
+        let x = _mm256_add_ps(load_f32x8(&halves[0]), load_f32x8(&halves[1]));
+        let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+        let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+        let x = _mm_add_ss(x, _mm_movehdup_ps(x));
+        _mm_cvtss_f32(x)
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn shrink(values: &mut [f32], factor: f32) {
+        values.iter_mut().for_each(|value| *value *= factor);
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn add_weighted(acc: &mut [f32], weights: &[f32], values: &[f32]) {
+        let vectors = acc.len() / 8;
+        let acc = acc.as_chunks_mut::<8>().0;
+        let values = &values.as_chunks::<8>().0[..weights.len() * vectors];
+        let mut first = 0;
+        while first + 8 <= vectors {
+            columns::<8>(acc, first, weights, values);
+            first += 8;
+        }
+        while first < vectors {
+            columns::<1>(acc, first, weights, values);
+            first += 1;
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) fn widen(halves: &[u8], out: &mut [f32]) {
+        for (out, halves) in out.as_chunks_mut::<8>().0.iter_mut().zip(halves.as_chunks::<16>().0) {
+            store_f32x8(_mm256_cvtph_ps(load_i128(halves)), out);
+        }
+    }
+
+    /// `N` vectors of the accumulator stay in registers over all weights.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn columns<const N: usize>(acc: &mut [[f32; 8]], first: usize, weights: &[f32], values: &[[f32; 8]]) {
+        let vectors = acc.len();
+        let acc = &mut acc[first..first + N];
+        let mut sums = [_mm256_setzero_ps(); N];
+        for (sum, acc) in sums.iter_mut().zip(&*acc) {
+            *sum = load_f32x8(acc);
+        }
+        for (weight, value) in weights.iter().zip(values.chunks_exact(vectors)) {
+            let weight = _mm256_set1_ps(*weight);
+            let value = &value[first..first + N];
+            for i in 0..N {
+                sums[i] = _mm256_fmadd_ps(weight, load_f32x8(&value[i]), sums[i]);
+            }
+        }
+        for (sum, acc) in sums.iter().zip(acc) {
+            store_f32x8(*sum, acc);
+        }
     }
 }

@@ -16,8 +16,17 @@ use crate::cpu::activations::{Activations, Block};
 use crate::cpu::packed::{GROUP, PANEL, PackedType};
 use crate::cpu::vector::{load_i128, load_i256, store_f32x8};
 
-/// Activation rows of a tile.
+/// Activation rows of the largest tile.
 const TILE: usize = 8;
+
+/// Activation rows of a tile: as many as the 16 registers hold sums for.
+const fn tile_rows(ty: PackedType) -> usize {
+    match ty {
+        PackedType::F32 | PackedType::F16 | PackedType::BF16 => 5,
+        PackedType::Q4G32 => TILE,
+        PackedType::Q8G32 | PackedType::Q8G32Min | PackedType::Q8G16 => 4,
+    }
+}
 /// Output rows of half a panel.
 const HALF: usize = PANEL / 2;
 
@@ -32,7 +41,7 @@ pub(super) fn panel(
     let mut out = [[0.0; PANEL]; TILE];
     let mut row = 0;
     while row < x.rows() {
-        let rows = (x.rows() - row).min(TILE);
+        let rows = (x.rows() - row).min(tile_rows(ty));
         match rows {
             1 => tile::<1>(ty, bytes, x, row, &mut out),
             2 => tile::<2>(ty, bytes, x, row, &mut out),

@@ -14,7 +14,8 @@ fn chat(fields: &str) -> Result<ValidRequest, ApiError> {
 }
 
 fn prompt_of(prompt: &str) -> Result<Input, ApiError> {
-    parse(Kind::Completion, format!(r#"{{"model":"m","prompt":{prompt}}}"#).as_bytes(), BOUNDS).map(|r| r.input)
+    parse(Kind::Completion, format!(r#"{{"model":"m","prompt":{prompt}}}"#).as_bytes(), BOUNDS)
+        .map(|r| r.input)
 }
 
 fn messages_of(messages: &str) -> Result<Input, ApiError> {
@@ -129,9 +130,12 @@ fn bug_31_no_and_too_many_choices_are_refused() {
 
 #[test]
 fn bug_26_a_misspelt_field_is_refused_with_the_name_that_was_meant() {
-    for (given, meant) in
-        [("max_tokenz", "max_tokens"), ("temprature", "temperature"), ("Stream", "stream"), ("top-p", "top_p")]
-    {
+    for (given, meant) in [
+        ("max_tokenz", "max_tokens"),
+        ("temprature", "temperature"),
+        ("Stream", "stream"),
+        ("top-p", "top_p"),
+    ] {
         let error = chat(&format!(r#""{given}":5"#)).unwrap_err();
         assert_eq!((error.param.as_deref(), error.code), (Some(given), Some("unknown_parameter")));
         assert!(error.message.ends_with(&format!("did you mean `{meant}`?")), "{}", error.message);
@@ -182,7 +186,9 @@ fn every_field_of_the_tables_is_refused_or_warned_about_when_it_asks_for_somethi
                 Kind::Completion => completion(&fields),
             };
             match treatment {
-                NoEffect => assert_eq!(result.unwrap().warnings, [format!("`{field}` has no effect on this server")]),
+                NoEffect => {
+                    assert_eq!(result.unwrap().warnings, [format!("`{field}` has no effect on this server")])
+                }
                 Refused(_) => assert_eq!(refusal(result), ((*field).to_owned(), "unsupported_parameter")),
             }
         }
@@ -257,7 +263,10 @@ fn contents_are_texts_or_lists_of_text_parts() {
         (r#"[{"role":"tool","content":"a"}]"#, "messages[0].role"),
         (r#"[{"role":"user","content":"a"},{"role":"user","contents":"a"}]"#, "messages[1].contents"),
         (r#"[{"role":"user","content":"a","tool_calls":[{}]}]"#, "messages[0].tool_calls"),
-        (r#"[{"role":"user","content":[{"type":"image_url","image_url":{}}]}]"#, "messages[0].content[0].type"),
+        (
+            r#"[{"role":"user","content":[{"type":"image_url","image_url":{}}]}]"#,
+            "messages[0].content[0].type",
+        ),
         (r#"[{"role":"user","content":[{"type":"text","text":"a","x":1}]}]"#, "messages[0].content[0].x"),
         (r#"[{"role":"user","content":["a"]}]"#, "messages[0].content[0]"),
         (r#"["a"]"#, "messages[0]"),
@@ -281,14 +290,17 @@ fn bug_28_a_lone_surrogate_is_refused_where_it_stands() {
     let error = parse(Kind::Chat, body, BOUNDS).unwrap_err();
     assert_eq!((error.status, error.param.as_deref()), (400, Some("messages[0].content")));
     assert!(error.message.contains("surrogate") || error.message.contains("escape"), "{}", error.message);
-    let at: usize = error.message.split("at byte ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+    let at: usize =
+        error.message.split("at byte ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     let start = body.windows(6).position(|w| w == br"\uD800").unwrap();
     assert!((start..=start + 8).contains(&at), "byte {at}, the escape starts at {start}: {}", error.message);
 }
 
 #[test]
 fn what_is_no_json_is_refused_with_the_byte_where_it_ends_to_be() {
-    for (body, at) in [("", None), ("  ", None), ("{", Some(1)), ("[]", Some(0)), ("{\"a\":\n\n  x}", Some(9))] {
+    for (body, at) in
+        [("", None), ("  ", None), ("{", Some(1)), ("[]", Some(0)), ("{\"a\":\n\n  x}", Some(9))]
+    {
         let error = parse(Kind::Chat, body.as_bytes(), BOUNDS).unwrap_err();
         assert_eq!((error.status, error.code), (400, Some("invalid_json")), "{body:?}");
         if let Some(at) = at {
@@ -302,7 +314,9 @@ fn what_is_no_json_is_refused_with_the_byte_where_it_ends_to_be() {
 fn deeply_nested_json_is_refused_without_a_deep_stack() {
     for (open, close) in [("[", "]"), ("{\"a\":", "}")] {
         let deep = open.repeat(200_000) + "1" + &close.repeat(200_000);
-        for body in [deep.clone(), format!(r#"{{"model":"m","prompt":{deep}}}"#), format!(r#"{{"x":{deep}}}"#)] {
+        for body in
+            [deep.clone(), format!(r#"{{"model":"m","prompt":{deep}}}"#), format!(r#"{{"x":{deep}}}"#)]
+        {
             assert_eq!(parse(Kind::Completion, body.as_bytes(), BOUNDS).unwrap_err().status, 400);
         }
     }

@@ -1,0 +1,66 @@
+//! From logits to drawn tokens.
+//!
+//! **Owns** what is reported of a draw. **Never** keeps state: a draw is a function of (logits, parameters, choice, position).
+
+use pagedd_core::SamplingParams;
+use pagedd_kernels::sample::{draw, log_softmax_top};
+use pagedd_wire::worker::Sampled;
+
+/// One token to draw.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Request {
+    /// Who draws.
+    pub seq: u64,
+    /// Which choice of its request.
+    pub choice: u32,
+    /// Where the token will stand.
+    pub position: u32,
+    /// How it is drawn.
+    pub params: SamplingParams,
+}
+
+/// Draws one token.
+///
+/// # Errors
+/// The logits hold no distribution: NaN or infinite. One line for the one who asked.
+pub fn sample(logits: &[f32], request: &Request) -> Result<Sampled, String> {
+    let Request { seq, choice, position, params } = request;
+    let failed = |error: &dyn std::fmt::Display| format!("the model gave no valid logits: {error}");
+    let token = draw(logits, params, *choice, *position).map_err(|e| failed(&e))?;
+    let mut sampled = Sampled { seq: *seq, token: token.0, logprob: None, top: Vec::new() };
+    if let Some(count) = params.logprobs {
+        let report = log_softmax_top(logits, count.into(), token).map_err(|e| failed(&e))?;
+        sampled.logprob = Some(report.token);
+        sampled.top = report.top.into_iter().map(|(token, logprob)| (token.0, logprob)).collect();
+    }
+    Ok(sampled)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(logprobs: Option<u8>) -> Request {
+        let params = SamplingParams { logprobs, ..SamplingParams::GREEDY };
+        Request { seq: 4, choice: 0, position: 9, params }
+    }
+
+    #[test]
+    fn a_greedy_draw_reports_what_was_asked_for() {
+        let logits = [0.0, 2.0, 1.0, -5.0];
+        let plain = sample(&logits, &request(None)).unwrap();
+        assert_eq!(plain, Sampled { seq: 4, token: 1, logprob: None, top: vec![] });
+        let full = sample(&logits, &request(Some(2))).unwrap();
+        assert_eq!(full.top.iter().map(|t| t.0).collect::<Vec<_>>(), [1, 2]);
+        assert_eq!(full.logprob, Some(full.top[0].1));
+        assert!((full.top[0].1 - full.top[1].1 - 1.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn logits_without_a_distribution_are_an_error_and_no_panic() {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let error = sample(&[0.0, bad, 1.0], &request(Some(3))).unwrap_err();
+            assert!(error.starts_with("the model gave no valid logits"), "{error}");
+        }
+    }
+}
