@@ -24,7 +24,7 @@ use crate::link::{Link, Phase};
 use crate::metrics::{Metrics, joined};
 use crate::openai::ApiError;
 use crate::openai::error::json;
-use crate::openai::request::Kind;
+use crate::openai::request::{Form, Kind};
 use crate::prepare::{Preparation, Prepared};
 use crate::stream::Delivery;
 use crate::text::Text;
@@ -47,7 +47,7 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            body_timeout: Duration::from_secs(120),
+            body_timeout: Duration::from_mins(2),
             keep_alive: Duration::from_secs(10),
             health_timeout: Duration::from_secs(1),
             ending: Duration::from_millis(1200),
@@ -265,15 +265,14 @@ impl App {
         let mut reader = answered.map_err(|refusal| ApiError::refused(refusal, kind.prompt_field()))?;
         reader.own(resumable);
         let id = reader.request();
-        let stream = context.stream;
+        let form = context.form;
         let delivery = Delivery::first(self, reader, &context, start).await?;
-        let response = if stream {
-            event_stream(delivery.stream())
-        } else {
-            match delivery.whole().await {
+        let response = match form {
+            Form::Stream { .. } => event_stream(delivery.stream()),
+            Form::Whole => match delivery.whole().await {
                 Ok(body) => json_answer(StatusCode::OK, body),
                 Err(error) => refuse(&error),
-            }
+            },
         };
         let mut response = with_id(response, id);
         for warning in warnings {

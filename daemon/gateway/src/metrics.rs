@@ -107,7 +107,7 @@ impl Metrics {
     }
 }
 
-/// The daemon's series and this gateway's as one text: OpenMetrics' end marker would cut it short in the middle.
+/// The daemon's series and this gateway's as one text: the end marker of the first would cut it short in the middle.
 #[must_use]
 pub fn joined(daemon: &str, own: &str) -> String {
     let mut text = String::with_capacity(daemon.len() + own.len() + 1);

@@ -65,8 +65,7 @@ impl Preparation<'_> {
             model: self.welcome.model.clone(),
             stop: request.stop,
             ignore_eos: request.ignore_eos,
-            stream: request.stream,
-            include_usage: request.include_usage,
+            form: request.form,
             resumable: self.resumable,
         };
         let unwritable = |_| ApiError::internal("the request cannot be written for the daemon");

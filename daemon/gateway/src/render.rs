@@ -9,7 +9,7 @@ use pagedd_wire::gateway::{Entry, Finish};
 use serde::{Deserialize, Serialize};
 
 use crate::detok::Detok;
-use crate::openai::request::Kind;
+use crate::openai::request::{Form, Kind};
 use crate::stop::{StopScan, StopStrings};
 use crate::text::Text;
 
@@ -24,10 +24,8 @@ pub struct Context {
     pub stop: Vec<String>,
     /// Stop tokens are tokens like others.
     pub ignore_eos: bool,
-    /// The answer was a stream.
-    pub stream: bool,
-    /// A stream ends with an event about usage.
-    pub include_usage: bool,
+    /// How the answer comes.
+    pub form: Form,
     /// It runs on when its client leaves.
     pub resumable: bool,
 }

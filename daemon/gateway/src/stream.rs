@@ -20,6 +20,7 @@ use crate::metrics::Stopwatch;
 use crate::openai::ApiError;
 use crate::openai::answer::{Answer, DONE, Head, KEEP_ALIVE, body_id, push_event};
 use crate::openai::error::json;
+use crate::openai::request::Form;
 use crate::render::{Context, Event, Renderer, Step};
 
 /// A request whose answer is on its way.
@@ -73,7 +74,7 @@ impl Delivery {
             kind: context.kind,
             created: attached.created,
             model: context.model.clone(),
-            include_usage: context.include_usage,
+            include_usage: matches!(context.form, Form::Stream { include_usage: true }),
         };
         let renderer = Renderer::new(Arc::clone(&app.text), context, attached.n, attached.prompt_tokens);
         Self {
@@ -240,6 +241,7 @@ fn broken_off(gone: Gone, request: RequestId) -> ApiError {
 }
 
 #[derive(Serialize)]
+#[allow(clippy::struct_field_names)] // the key's name in the answer
 struct Status<'a> {
     id: &'a str,
     object: &'static str,

@@ -96,7 +96,7 @@ pub fn run(socket: UnixStream) -> Result<Outcome, TemplateError> {
                 drop(channel);
                 drop(children);
                 drop(cgroup);
-                become_gateway(tenant, listener, socket, text);
+                become_gateway(&tenant, listener, socket, text);
                 return Ok(Outcome::Gateway);
             }
             Err(error) => channel.send(&FromTemplate::ForkFailed { ticket, error }, &[])?,
@@ -165,8 +165,9 @@ fn fork(
 /// Serves the tenant to the end of this process.
 ///
 /// On a thread of its own: the seeds of hash maps are drawn per thread, and those of this one are the same in every fork.
-fn become_gateway(tenant: String, listener: TcpListener, socket: UnixStream, text: Arc<Text>) {
-    let gateway = Gateway { tenant: tenant.clone(), listener, socket, text, settings: Settings::default() };
+fn become_gateway(tenant: &str, listener: TcpListener, socket: UnixStream, text: Arc<Text>) {
+    let gateway =
+        Gateway { tenant: tenant.to_owned(), listener, socket, text, settings: Settings::default() };
     let serving = thread::Builder::new().name("serve".to_owned()).spawn(move || gateway.run());
     match serving.map(thread::JoinHandle::join) {
         Ok(Ok(Ok(()))) => {}

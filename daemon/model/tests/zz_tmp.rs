@@ -35,7 +35,7 @@ fn tmp() {
     rss("template");
     for text in [
         " ".repeat(4_000_000),
-        " ".repeat(12_000_000) + "x",
+        " ".repeat(11_000_000) + "x",
         "h".repeat(4_000_000),
         "hello world, it's 12. ".repeat(50_000),
     ] {
@@ -45,17 +45,17 @@ fn tmp() {
     rss("end");
     // qwen2 / llama3 style regex with long gaps
     let d = std::path::Path::new("/tmp/pagedd/tinyq.gguf");
-    for pre in ["qwen2", "llama-bpe", "default"] {
+    for pre in ["qwen2", "llama-bpe"] {
         let mut w = pagedd_model::testing::gguf_writer(1, &Default::default());
         w.set("tokenizer.ggml.pre", pre);
         std::fs::write(d, w.bytes()).unwrap();
         let t = pagedd_model::ModelSource::open(d).unwrap().tokenizer().unwrap();
         for text in [
-            " ".repeat(12_000_000) + "x",
+            " ".repeat(11_000_000) + "x",
             " \n".repeat(2_000_000),
-            "h".repeat(12_000_000),
-            "!".repeat(12_000_000),
-            " ".repeat(12_000_000),
+            "h".repeat(11_000_000),
+            "!".repeat(11_000_000),
+            " ".repeat(11_000_000),
         ] {
             let t0 = std::time::Instant::now();
             let r = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| t.encode(&text).len()));

@@ -49,6 +49,15 @@ struct PromptDetails {
     cached_tokens: u64,
 }
 
+/// The value of the key `usage`.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum UsageField {
+    /// `null`
+    Pending,
+    Total(WireUsage),
+}
+
 impl From<Usage> for WireUsage {
     fn from(usage: Usage) -> Self {
         Self {
@@ -67,9 +76,8 @@ struct Envelope<'a, C> {
     created: u64,
     model: &'a str,
     choices: &'a [C],
-    /// Outer `None`: the key is left out.
     #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<WireUsage>>,
+    usage: Option<UsageField>,
 }
 
 #[derive(Serialize)]
@@ -116,16 +124,9 @@ impl Head {
         &self,
         object: &'static str,
         choices: &[C],
-        usage: Option<Option<Usage>>,
+        usage: Option<UsageField>,
     ) -> Bytes {
-        json(&Envelope {
-            id: &self.id,
-            object,
-            created: self.created,
-            model: &self.model,
-            choices,
-            usage: usage.map(|usage| usage.map(WireUsage::from)),
-        })
+        json(&Envelope { id: &self.id, object, created: self.created, model: &self.model, choices, usage })
     }
 
     fn chunk_object(&self) -> &'static str {
@@ -138,7 +139,7 @@ impl Head {
     /// The data of an event; `None` where the stream says nothing for it.
     #[must_use]
     pub fn event(&self, event: &Event) -> Option<Bytes> {
-        let usage = self.include_usage.then_some(None);
+        let usage = self.include_usage.then_some(UsageField::Pending);
         match event {
             Event::Delta { choice, first, text, finish } => {
                 let finish_reason = finish.map(Reason::as_str);
@@ -160,7 +161,9 @@ impl Head {
             Event::Broken { why, .. } => Some(broken(*why).to_json()),
             Event::End(total) => {
                 let none: &[TextChoice<'_>] = &[];
-                self.include_usage.then(|| self.envelope(self.chunk_object(), none, Some(Some(*total))))
+                self.include_usage.then(|| {
+                    self.envelope(self.chunk_object(), none, Some(UsageField::Total((*total).into())))
+                })
             }
         }
     }
@@ -170,7 +173,7 @@ impl Head {
     pub fn answer(&self, answer: &Answer) -> Bytes {
         let ended = |choice: &Choice| choice.finish.map(Reason::as_str);
         let numbered = || (0..).zip(&answer.choices);
-        let usage = Some(Some(answer.usage));
+        let usage = Some(UsageField::Total(answer.usage.into()));
         match self.kind {
             Kind::Chat => {
                 let choices: Vec<MessageChoice<'_>> = numbered()

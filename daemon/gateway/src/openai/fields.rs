@@ -53,8 +53,8 @@ impl<'a> Object<'a> {
     }
 
     /// Cuts a value that stands in this object's body, at `path`, into its fields.
-    pub fn nested(&self, path: String, raw: &'a RawValue) -> Result<Self, ApiError> {
-        let RawObject(fields) = self.read(&path, raw)?;
+    pub fn nested(&self, path: &str, raw: &'a RawValue) -> Result<Self, ApiError> {
+        let RawObject(fields) = self.read(path, raw)?;
         Ok(Self { body: self.body, path: format!("{path}."), fields })
     }
 

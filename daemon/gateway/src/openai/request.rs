@@ -39,6 +39,18 @@ impl Kind {
     }
 }
 
+/// How an answer comes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Form {
+    /// At once, when it is complete.
+    Whole,
+    /// As server-sent events.
+    Stream {
+        /// The last of them is about usage.
+        include_usage: bool,
+    },
+}
+
 /// A body that asks for something this server does.
 ///
 /// Having one tells you: every field of the body was understood, and every value is in its range. It does not tell you that the
@@ -65,10 +77,8 @@ pub struct ValidRequest {
     pub stop: Vec<String>,
     /// Stop tokens do not end a choice.
     pub ignore_eos: bool,
-    /// Server-sent events instead of one answer.
-    pub stream: bool,
-    /// A last event with the usage.
-    pub include_usage: bool,
+    /// How the answer comes.
+    pub form: Form,
     /// Fields that have no effect, for the response header.
     pub warnings: Vec<String>,
 }
@@ -303,8 +313,7 @@ pub fn parse(kind: Kind, body: &[u8], bounds: Bounds<'_>) -> Result<ValidRequest
         max_tokens,
         stop,
         ignore_eos,
-        stream,
-        include_usage,
+        form: if stream { Form::Stream { include_usage } } else { Form::Whole },
         warnings,
     };
     Ok(input)
@@ -373,7 +382,7 @@ fn stream_options(
             "`stream_options` is only allowed with `stream: true`",
         ));
     }
-    let mut options = fields.nested("stream_options".to_owned(), raw)?;
+    let mut options = fields.nested("stream_options", raw)?;
     let include_usage = options.take("include_usage")?.unwrap_or(false);
     options.finish(&["include_usage"], &[STREAM_OPTIONS], warnings)?;
     Ok(include_usage)
@@ -419,7 +428,7 @@ fn messages(fields: &mut Object<'_>) -> Result<Vec<ChatMessage>, ApiError> {
 }
 
 fn message<'a>(fields: &Object<'a>, path: &str, raw: &'a RawValue) -> Result<ChatMessage, ApiError> {
-    let mut message = fields.nested(path.to_owned(), raw)?;
+    let mut message = fields.nested(path, raw)?;
     let role: String = message.need("role")?;
     let role = match role.as_str() {
         "system" => Role::System,
@@ -460,7 +469,7 @@ fn message<'a>(fields: &Object<'a>, path: &str, raw: &'a RawValue) -> Result<Cha
 
 /// The text of one part of a content.
 fn part<'a>(fields: &Object<'a>, path: &str, raw: &'a RawValue) -> Result<String, ApiError> {
-    let mut part = fields.nested(path.to_owned(), raw)?;
+    let mut part = fields.nested(path, raw)?;
     let kind: String = part.need("type")?;
     if kind != "text" {
         let text =

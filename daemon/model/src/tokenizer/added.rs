@@ -44,7 +44,7 @@ pub(super) struct Match {
 
 impl Texts {
     pub(super) fn trusted(text: &str) -> Self {
-        Self { text: text.to_owned(), trusted: Vec::from([0..text.len()]) }
+        Self { text: text.to_owned(), trusted: std::iter::once(0..text.len()).collect() }
     }
 
     pub(super) fn untrusted(text: &str) -> Self {

@@ -113,6 +113,7 @@ impl Blueprint {
             model,
             added: AddedTokens::new(added),
             bytes,
+            splits_by_pattern: self.spelling == Spelling::ByteLevel,
             vocab_size: self.vocab_size as u32,
             bos: self.bos,
             stop_ids: self.stop_ids.into_iter().collect(),

@@ -53,6 +53,8 @@ pub struct Tokenizer {
     model: BPE,
     added: AddedTokens,
     bytes: ByteTable,
+    /// Words are found by regular expressions, whose engine gives up on very long texts.
+    splits_by_pattern: bool,
     vocab_size: u32,
     bos: Option<TokenId>,
     stop_ids: Vec<TokenId>,
@@ -135,9 +137,18 @@ impl Tokenizer {
 
     /// Appends the ids of text without added tokens.
     fn encode_plain(&self, text: &str, at_start: bool, ids: &mut Vec<TokenId>) {
-        if text.is_empty() {
-            return;
+        let mut rest = text;
+        while self.splits_by_pattern && rest.len() > MAX_PORTION {
+            let (portion, after) = rest.split_at(portion_end(rest));
+            self.encode_portion(portion, at_start, ids);
+            rest = after;
         }
+        if !rest.is_empty() {
+            self.encode_portion(rest, at_start, ids);
+        }
+    }
+
+    fn encode_portion(&self, text: &str, at_start: bool, ids: &mut Vec<TokenId>) {
         let words = self.words(text, at_start);
         debug_assert!(words.is_ok(), "rules were checked when the tokenizer was built: {:?}", words.err());
         let Ok(words) = words else { return };
@@ -158,6 +169,21 @@ impl Tokenizer {
         words.tokenize(|word| self.model.tokenize(word.get()))?;
         Ok(words)
     }
+}
+
+/// Longest text given to the regular expressions at once, in bytes: they may step back over all of a gap that long, and their
+/// engine allows ten million steps back.
+const MAX_PORTION: usize = 1 << 20;
+
+/// Where to cut a text longer than [`MAX_PORTION`]: between two words, where no rule joins them; failing that, anywhere.
+fn portion_end(text: &str) -> usize {
+    let end = text.floor_char_boundary(MAX_PORTION);
+    let near = text.floor_char_boundary(end.saturating_sub(1 << 16));
+    let letter = |c: Option<char>| c.is_some_and(char::is_alphabetic);
+    let mut gaps = text[near..end].rmatch_indices(' ').map(|(at, _)| near + at);
+    let between =
+        |at: &usize| letter(text[..*at].chars().next_back()) && letter(text[at + 1..].chars().next());
+    gaps.find(between).filter(|&at| at > 0).unwrap_or(end)
 }
 
 impl fmt::Debug for Tokenizer {

@@ -304,10 +304,24 @@ fn vocabularies_that_contradict_themselves_are_refused_by_key() {
 fn very_long_words_and_gaps_are_encoded() {
     for pre in ["smollm", "qwen2", "llama-bpe", "default"] {
         let tokenizer = tiny_tokenizer(|w| w.set("tokenizer.ggml.pre", pre)).unwrap();
-        for text in [" ".repeat(300_000) + "x", "h".repeat(300_000), "\n \n".repeat(100_000)] {
+        for text in [" ".repeat(2 << 20) + "x", "h".repeat(300_000), "\n \n".repeat(100_000)] {
             let ids = tokenizer.encode(&text);
             let bytes: usize = ids.iter().map(|&id| tokenizer.token_bytes(id).len()).sum();
             assert_eq!(bytes, text.len(), "{pre}");
         }
     }
+}
+
+#[test]
+fn a_text_longer_than_a_portion_has_the_ids_of_its_words() {
+    let tokenizer = tiny_tokenizer(|w| w.set("tokenizer.ggml.pre", "llama-bpe")).unwrap();
+    let count = 2 * MAX_PORTION / "hello the ".len();
+    let word = tokenizer.encode("hello the");
+    let spaced = tokenizer.encode(" hello the");
+    let ids = tokenizer.encode(&vec!["hello the"; count].join(" "));
+    assert_eq!(ids.len(), word.len() + (count - 1) * spaced.len());
+    assert!(ids[word.len()..].chunks(spaced.len()).all(|chunk| chunk == spaced));
+    let unbroken = tokenizer.encode(&"ü".repeat(MAX_PORTION));
+    let bytes: usize = unbroken.iter().map(|&id| tokenizer.token_bytes(id).len()).sum();
+    assert_eq!(bytes, 2 * MAX_PORTION);
 }

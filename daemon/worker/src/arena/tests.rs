@@ -50,7 +50,7 @@ fn another_identity_kind_or_size_is_refused_and_said() {
 fn a_file_a_pipe_and_an_unsealed_memfd_are_refused() {
     let null = std::fs::File::open("/dev/null").unwrap();
     assert!(matches!(Arena::reuse(null.into(), &KV), Err(Stale::NotSealed)));
-    let (pipe, _other) = std::io::pipe().unwrap();
+    let (pipe, _other) = io::pipe().unwrap();
     let pipe = OwnedFd::from(pipe);
     assert!(claimed_bytes(pipe.as_fd()).is_err());
     assert!(matches!(Arena::reuse(pipe, &KV), Err(Stale::NotSealed)));

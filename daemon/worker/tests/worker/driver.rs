@@ -28,11 +28,11 @@ pub struct Seq {
     pub stop: Option<u32>,
     /// Ids of further choices, which fork off at the end of the prompt.
     pub children: Vec<u64>,
-    begun: bool,
+    pub begun: bool,
     /// The plan that drew the last token.
-    drew_in: u64,
+    pub drew_in: u64,
     /// Copy to make before the next row.
-    copy: Option<BlockCopy>,
+    pub copy: Option<BlockCopy>,
 }
 
 impl Seq {

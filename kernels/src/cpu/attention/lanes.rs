@@ -136,27 +136,59 @@ mod avx2 {
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) fn dots(q: &[f32], keys: &[f32]) -> [f32; CHUNK] {
-        let (vectors, q) = (q.len() / 8, q.as_chunks::<8>().0);
-        let keys = keys.as_chunks::<8>().0;
+        let (q, keys) = (q.as_chunks::<8>().0, keys.as_chunks::<8>().0);
+        // The usual head dimensions are compiled with their own loops.
+        match q.len() {
+            8 => dots_of::<8>(q, keys),
+            10 => dots_of::<10>(q, keys),
+            12 => dots_of::<12>(q, keys),
+            16 => dots_of::<16>(q, keys),
+            32 => dots_of::<32>(q, keys),
+            vectors => {
+                let mut out = [0.0; CHUNK];
+                for (half, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+                    let mut acc = [_mm256_setzero_ps(); 8];
+                    for (t, acc) in acc.iter_mut().enumerate() {
+                        for (q, key) in q.iter().zip(&keys[(half * 8 + t) * vectors..][..vectors]) {
+                            *acc = _mm256_fmadd_ps(load_f32x8(q), load_f32x8(key), *acc);
+                        }
+                    }
+                    store_f32x8(sums(&acc), out);
+                }
+                out
+            }
+        }
+    }
+
+    /// Dot products where a key is `N` vectors.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn dots_of<const N: usize>(q: &[[f32; 8]], keys: &[[f32; 8]]) -> [f32; CHUNK] {
+        let q = &q.as_chunks::<N>().0[0];
+        let halves = keys.as_chunks::<N>().0.as_chunks::<8>().0;
         let mut out = [0.0; CHUNK];
-        for (half, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let keys: [&[[f32; 8]]; 8] =
-                std::array::from_fn(|t| &keys[(half * 8 + t) * vectors..][..vectors]);
+        for (out, keys) in out.as_chunks_mut::<8>().0.iter_mut().zip(halves) {
             let mut acc = [_mm256_setzero_ps(); 8];
-            for i in 0..vectors {
+            for i in 0..N {
                 let q = load_f32x8(&q[i]);
                 for t in 0..8 {
                     acc[t] = _mm256_fmadd_ps(q, load_f32x8(&keys[t][i]), acc[t]);
                 }
             }
-            // Neighbours are added within each half of a vector, then the halves: the tree that plain Rust adds in too.
-            let first = quads(acc[0], acc[1], acc[2], acc[3]);
-            let last = quads(acc[4], acc[5], acc[6], acc[7]);
-            let low = _mm256_permute2f128_ps::<0x20>(first, last);
-            let high = _mm256_permute2f128_ps::<0x31>(first, last);
-            store_f32x8(_mm256_add_ps(low, high), out);
+            store_f32x8(sums(&acc), out);
         }
         out
+    }
+
+    /// The sum of each vector: neighbours within each half of it, then the halves, the tree that plain Rust adds in too.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn sums(acc: &[__m256; 8]) -> __m256 {
+        let first = quads(acc[0], acc[1], acc[2], acc[3]);
+        let last = quads(acc[4], acc[5], acc[6], acc[7]);
+        let low = _mm256_permute2f128_ps::<0x20>(first, last);
+        let high = _mm256_permute2f128_ps::<0x31>(first, last);
+        _mm256_add_ps(low, high)
     }
 
     #[inline]
@@ -199,17 +231,59 @@ mod avx2 {
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) fn add_weighted(acc: &mut [f32], weights: &[f32], values: &[f32]) {
-        let vectors = acc.len() / 8;
-        let acc = acc.as_chunks_mut::<8>().0;
-        let values = &values.as_chunks::<8>().0[..weights.len() * vectors];
-        let mut first = 0;
-        while first + 8 <= vectors {
-            columns::<8>(acc, first, weights, values);
-            first += 8;
+        let (acc, values) = (acc.as_chunks_mut::<8>().0, values.as_chunks::<8>().0);
+        match acc.len() {
+            8 => add_of::<8>(acc, weights, values),
+            10 => add_of::<10>(acc, weights, values),
+            12 => add_of::<12>(acc, weights, values),
+            16 => add_of::<16>(acc, weights, values),
+            32 => add_of::<32>(acc, weights, values),
+            vectors => {
+                for (i, acc) in acc.iter_mut().enumerate() {
+                    let mut sum = load_f32x8(acc);
+                    for (weight, value) in weights.iter().zip(values.chunks_exact(vectors)) {
+                        sum = _mm256_fmadd_ps(_mm256_set1_ps(*weight), load_f32x8(&value[i]), sum);
+                    }
+                    store_f32x8(sum, acc);
+                }
+            }
         }
-        while first < vectors {
-            columns::<1>(acc, first, weights, values);
-            first += 1;
+    }
+
+    /// Weighted values where a value is `N` vectors, 8 (and for the rest 2) of which stay in registers over all weights.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn add_of<const N: usize>(acc: &mut [[f32; 8]], weights: &[f32], values: &[[f32; 8]]) {
+        let values = values.as_chunks::<N>().0;
+        let (body, tail) = acc.as_chunks_mut::<8>();
+        let eights = body.len();
+        for (index, acc) in body.iter_mut().enumerate() {
+            columns(acc, weights, values.iter().map(|value| &value.as_chunks::<8>().0[index]));
+        }
+        for (index, acc) in tail.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+            columns(acc, weights, values.iter().map(|value| &value.as_chunks::<2>().0[eights * 4 + index]));
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn columns<'a, const N: usize>(
+        acc: &mut [[f32; 8]; N],
+        weights: &[f32],
+        values: impl Iterator<Item = &'a [[f32; 8]; N]>,
+    ) {
+        let mut sums = [_mm256_setzero_ps(); N];
+        for i in 0..N {
+            sums[i] = load_f32x8(&acc[i]);
+        }
+        for (weight, value) in weights.iter().zip(values) {
+            let weight = _mm256_set1_ps(*weight);
+            for i in 0..N {
+                sums[i] = _mm256_fmadd_ps(weight, load_f32x8(&value[i]), sums[i]);
+            }
+        }
+        for i in 0..N {
+            store_f32x8(sums[i], &mut acc[i]);
         }
     }
 
@@ -218,28 +292,6 @@ mod avx2 {
     pub(super) fn widen(halves: &[u8], out: &mut [f32]) {
         for (out, halves) in out.as_chunks_mut::<8>().0.iter_mut().zip(halves.as_chunks::<16>().0) {
             store_f32x8(_mm256_cvtph_ps(load_i128(halves)), out);
-        }
-    }
-
-    /// `N` vectors of the accumulator stay in registers over all weights.
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn columns<const N: usize>(acc: &mut [[f32; 8]], first: usize, weights: &[f32], values: &[[f32; 8]]) {
-        let vectors = acc.len();
-        let acc = &mut acc[first..first + N];
-        let mut sums = [_mm256_setzero_ps(); N];
-        for (sum, acc) in sums.iter_mut().zip(&*acc) {
-            *sum = load_f32x8(acc);
-        }
-        for (weight, value) in weights.iter().zip(values.chunks_exact(vectors)) {
-            let weight = _mm256_set1_ps(*weight);
-            let value = &value[first..first + N];
-            for i in 0..N {
-                sums[i] = _mm256_fmadd_ps(weight, load_f32x8(&value[i]), sums[i]);
-            }
-        }
-        for (sum, acc) in sums.iter().zip(acc) {
-            store_f32x8(*sum, acc);
         }
     }
 }
