@@ -1,10 +1,12 @@
 //! What tenants' clients see: answers of the real model, each tenant's on its own port.
 
 use std::thread;
+use std::time::Duration;
 
 use pagedd_tests::daemon::{Site, Tenant, free_ports, model_yaml, smollm2_f32_yaml, smollm2_yaml};
 use pagedd_tests::http::{Client, Event, whole_text};
 use pagedd_tests::model::{reference, references, smollm2};
+use pagedd_tests::wait;
 use serde_json::{Value, json};
 
 const LONG_PROMPT: &str = "Once upon a time, in a small village at the foot of a tall mountain, there lived an old clockmaker \
@@ -75,6 +77,7 @@ fn an_open_tenant_needs_no_key() {
     let answer = daemon.ask(&["tenant", "add", "open", "--port", &port.to_string(), "--no-auth"]);
     assert!(answer["key"].is_null(), "{answer}");
     let client = Client::new(port, None);
+    wait::until("the port is ready", Duration::from_secs(10), || client.get("/readyz").status == 200);
     assert_eq!(client.post("/v1/chat/completions", &chat("Hello", 2)).status, 200);
 }
 

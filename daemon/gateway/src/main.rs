@@ -47,14 +47,9 @@ fn main() -> ExitCode {
         Format::Text => logger.with_ansi(false).init(),
         Format::Json => logger.json().init(),
     }
-    let socket = match socket {
-        Ok(socket) => socket,
-        Err(_) => {
-            eprintln!(
-                "pagedd-gateway: fd {SOCKET} is no socket: this program is started by pagedd, not by hand"
-            );
-            return ExitCode::from(2);
-        }
+    let Ok(socket) = socket else {
+        eprintln!("pagedd-gateway: fd {SOCKET} is no socket: this program is started by pagedd, not by hand");
+        return ExitCode::from(2);
     };
     match template::run(socket) {
         Ok(Outcome::Template | Outcome::Gateway) => ExitCode::SUCCESS,

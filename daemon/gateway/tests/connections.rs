@@ -165,15 +165,22 @@ fn connections_beyond_the_cap_are_told_so_and_may_ask_for_health() {
     let welcome = Welcome { max_connections: 4, ..welcome() };
     let options = Options {
         welcome,
-        settings: Settings { spare_connections: 2, ..Settings::default() },
+        settings: Settings { spare_connections: 16, ..Settings::default() },
         ..Options::default()
     };
     let server = server(options, "a");
-    let mut held: Vec<_> = (0..4).map(|_| connect(server.address)).collect();
-    for stream in &mut held {
-        stream.write_all(request("GET", "/livez", &[], "").as_bytes()).unwrap();
-        assert_eq!(read_head(stream.try_clone().unwrap()).finish().status, 200);
-    }
+    let held: Vec<_> = (0..4)
+        .map(|_| {
+            loop {
+                // The server may not have seen the end of an earlier connection yet.
+                let mut stream = connect(server.address);
+                stream.write_all(request("GET", "/v1/models", &[], "").as_bytes()).unwrap();
+                if read_head(stream.try_clone().unwrap()).finish().status == 200 {
+                    break stream;
+                }
+            }
+        })
+        .collect();
     server.wait_status("/v1/models", 503, 503);
     let response = get(server.address, "/v1/models");
     assert_eq!(response.error(), (503, String::new(), "too_many_connections".to_owned()));

@@ -1,5 +1,7 @@
 //! The real program: load, fork, serve, die, be forked anew.
 
+#![allow(clippy::unwrap_used)] // what fails in a helper fails a test
+
 mod common;
 
 use std::io::Write as _;

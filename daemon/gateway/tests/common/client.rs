@@ -1,5 +1,6 @@
 //! A client that sees every byte.
 
+use std::fmt::Write as _;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 
@@ -47,10 +48,10 @@ pub fn connect(address: SocketAddr) -> TcpStream {
 pub fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> String {
     let mut text = format!("{method} {path} HTTP/1.1\r\nHost: x\r\n");
     for (name, value) in headers {
-        text.push_str(&format!("{name}: {value}\r\n"));
+        write!(text, "{name}: {value}\r\n").unwrap();
     }
     if method == "POST" {
-        text.push_str(&format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len()));
+        write!(text, "Content-Type: application/json\r\nContent-Length: {}\r\n", body.len()).unwrap();
     }
     text + "\r\n" + body
 }
