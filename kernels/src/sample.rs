@@ -220,6 +220,3 @@ pub fn log_softmax_top(logits: &[f32], count: usize, token: TokenId) -> Result<L
         top: ids.iter().map(|&id| (TokenId(id), log_probability(logits[id as usize]))).collect(),
     })
 }
-
-#[cfg(test)]
-mod tests;

@@ -167,6 +167,12 @@ fn fork(
 ///
 /// On a thread of its own: the seeds of hash maps are drawn per thread, and those of this one are the same in every fork.
 fn become_gateway(tenant: &str, listener: TcpListener, socket: UnixStream, text: Arc<Text>) {
+    // A connection takes one fd, and the usual limit is what a tenant's most connections are.
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        warn!(tenant, %error, "the limit of open files stays as it is");
+    }
     let gateway =
         Gateway { tenant: tenant.to_owned(), listener, socket, text, settings: Settings::default() };
     let serving = thread::Builder::new().name("serve".to_owned()).spawn(move || gateway.run());

@@ -14,8 +14,6 @@ use super::pool::ThreadPool;
 use crate::error::{KvError, ShapeError, length};
 
 mod lanes;
-#[cfg(test)]
-mod tests;
 
 use lanes::Lanes;
 

@@ -20,8 +20,6 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod portable;
-#[cfg(test)]
-mod tests;
 
 pub(in crate::cpu) use portable::fused;
 

@@ -20,6 +20,8 @@ pub struct Seq {
     /// Positions in KV.
     pub computed: usize,
     pub table: Vec<u32>,
+    /// Entries of it that the worker was told.
+    pub sent: usize,
     /// Tokens to draw in all.
     pub want: usize,
     /// Tokens fed after the prompt instead of what is drawn.
@@ -45,6 +47,7 @@ impl Seq {
             prompt: prompt.len(),
             computed: 0,
             table: Vec::new(),
+            sent: 0,
             want,
             forced: Vec::new(),
             stop: None,
@@ -65,7 +68,7 @@ impl Seq {
 
     /// Preempted: everything has to be computed again.
     pub fn preempt(&mut self) {
-        (self.computed, self.begun) = (0, false);
+        (self.computed, self.begun, self.sent) = (0, false, 0);
         self.table.clear();
     }
 
@@ -130,8 +133,8 @@ impl Driver {
             }
             budget -= count;
             let end = seq.computed + count;
-            let from = if seq.begun { seq.table.len() } else { 0 };
-            let mut blocks = if seq.begun { Vec::new() } else { seq.table.clone() };
+            let from = seq.sent;
+            let mut blocks = seq.table[from..].to_vec();
             while (from + blocks.len()) * self.block_size < end {
                 blocks.push(self.take());
             }
@@ -167,6 +170,7 @@ impl Driver {
             (seq.computed, seq.begun, seq.copy) = (end, true, None);
             seq.table.truncate(from);
             seq.table.extend(blocks);
+            seq.sent = seq.table.len();
         }
         (!plan.rows.is_empty()).then_some(plan)
     }
@@ -203,7 +207,7 @@ impl Driver {
             seq.copy = Some(BlockCopy { from, to, tokens: filled as u32 });
         }
         // The worker knows of it, but not its table.
-        seq.begun = true;
+        (seq.begun, seq.sent) = (true, 0);
         self.seqs.push(seq);
     }
 
