@@ -15,11 +15,12 @@ use serde_json::json;
 /// Largest resident size of the daemon.
 const DAEMON_LIMIT_KIB: u64 = 40 << 10;
 
-/// Sends `count` short requests, of which about a third is cancelled at random places, sixteen at a time over both tenants.
-fn requests(tenants: &[Tenant; 2], count: u32, seed: u64) {
+/// Sends `count` short requests, of which about a third is cancelled at random places, `together` at a time over both
+/// tenants.
+fn requests(tenants: &[Tenant; 2], count: u32, together: u64, seed: u64) {
     let next = AtomicU32::new(0);
     thread::scope(|scope| {
-        for worker in 0..16u64 {
+        for worker in 0..together {
             let next = &next;
             scope.spawn(move || {
                 let mut random = Random::new(seed * 1000 + worker);
@@ -68,12 +69,12 @@ fn two_thousand_requests_with_random_cancels_leave_memory_and_blocks_as_they_wer
     let yaml = format!("retention: 0s\nreattach_grace: 0s\n{}", model_yaml("smollm2", &smollm2(), pool));
     let daemon = Site::new(&yaml).start();
     let tenants = [daemon.add_tenant("acme", "20%", "60%"), daemon.add_tenant("globex", "20%", "60%")];
-    requests(&tenants, 500, 1);
+    // The busiest part comes first: tables and queues reach their size in it.
+    requests(&tenants, 500, 32, 1);
     daemon.wait_idle();
     let early = memories(&daemon);
-    for r in 0..4 { requests(&tenants, 1500, 2 + r);
+    requests(&tenants, 1500, 16, 2);
     daemon.wait_idle();
-    for (p, m) in memories(&daemon) { println!("XX {r} {p:?} {}", m.own_kib()); } }
 
     let model = daemon.model();
     let number = |name: &str| model[name].as_u64().unwrap_or_else(|| panic!("{name}: {model}"));

@@ -6,6 +6,11 @@
 //! Bits: a row's result depends on that row's inputs only. It does not depend on the other rows of a batch, on how a prompt was cut
 //! into steps, on the number of threads or on the block size. Instruction sets may differ from one another in the last bits.
 
+// Bodies that several instruction sets share must be compiled into each caller, not called.
+#![allow(clippy::inline_always)]
+// Loops over lanes and rows of registers index several arrays at once.
+#![allow(clippy::needless_range_loop)]
+
 mod cpu;
 mod error;
 pub mod sample;

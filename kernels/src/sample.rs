@@ -167,13 +167,13 @@ fn best(logits: &[f32]) -> Result<TokenId, SampleError> {
     if logits.is_empty() {
         return Err(SampleError::Empty);
     }
-    // x - x is 0 but for NaN and infinities; the sum stays 0.
+    // x * 0 is 0 but for NaN and infinities; the sum stays 0.
     let mut poison = [0.0_f32; 8];
     let mut high = [f32::NEG_INFINITY; 8];
     let (body, tail) = logits.as_chunks::<8>();
     for part in body {
         for lane in 0..8 {
-            poison[lane] += part[lane] - part[lane];
+            poison[lane] += part[lane] * 0.0;
             high[lane] = if part[lane] > high[lane] { part[lane] } else { high[lane] };
         }
     }
@@ -183,7 +183,7 @@ fn best(logits: &[f32]) -> Result<TokenId, SampleError> {
         return Err(SampleError::NotFinite { token });
     }
     let high = high.iter().chain(tail).copied().fold(f32::NEG_INFINITY, f32::max);
-    Ok(TokenId(logits.iter().position(|&logit| logit == high).unwrap_or_default() as u32))
+    Ok(TokenId(logits.iter().position(|&logit| logit >= high).unwrap_or_default() as u32))
 }
 
 /// Log-probabilities of one row, unmodified by sampling parameters.

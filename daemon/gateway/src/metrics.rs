@@ -107,16 +107,30 @@ impl Metrics {
     }
 }
 
-/// The daemon's series and this gateway's as one text: the end marker of the first would cut it short in the middle.
+/// The daemon's series and this gateway's as one page of Prometheus' text format 0.0.4.
+///
+/// Both parts are `OpenMetrics`, which differs in two points: its end marker would cut the page short in the middle, and a
+/// counter's family is named there without the `_total` of its samples.
 #[must_use]
 pub fn joined(daemon: &str, own: &str) -> String {
-    let mut text = String::with_capacity(daemon.len() + own.len() + 1);
-    for part in [daemon, own] {
-        let part = part.trim_end();
-        let part = part.strip_suffix("# EOF").unwrap_or(part).trim_end();
-        if !part.is_empty() {
-            text.push_str(part);
-            text.push('\n');
+    let mut text = String::with_capacity(daemon.len() + own.len());
+    let mut help = None;
+    for line in [daemon, own].into_iter().flat_map(str::lines) {
+        if line == "# EOF" || line.is_empty() {
+            continue;
+        }
+        if let Some(rest) = line.strip_prefix("# HELP ") {
+            help = rest.split_once(' ');
+            continue;
+        }
+        let counter = line.strip_prefix("# TYPE ").and_then(|rest| rest.strip_suffix(" counter"));
+        let total = if counter.is_some() { "_total" } else { "" };
+        if let Some((name, about)) = help.take() {
+            text.extend(["# HELP ", name, total, " ", about, "\n"]);
+        }
+        match counter {
+            Some(name) => text.extend(["# TYPE ", name, "_total counter\n"]),
+            None => text.extend([line, "\n"]),
         }
     }
     text
@@ -160,6 +174,18 @@ impl Stopwatch {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn counters_are_named_as_the_older_format_names_them() {
+        let page = joined(
+            "# HELP a_b Help me.\n# TYPE a_b counter\na_b_total 1\n# EOF\n",
+            "# HELP g G.\n# TYPE g gauge\ng 2\n# EOF\n",
+        );
+        assert_eq!(
+            page,
+            "# HELP a_b_total Help me.\n# TYPE a_b_total counter\na_b_total 1\n# HELP g G.\n# TYPE g gauge\ng 2\n"
+        );
+    }
 
     #[test]
     fn both_parts_of_the_metrics_are_whole() {

@@ -127,6 +127,7 @@ impl Header {
 ///
 /// Having one tells you: its size is sealed, all of it is mapped, and this value is the only mapping in this process. It does
 /// not tell you that no other process maps it: the daemon hands an arena to a worker only after the last one is gone.
+#[derive(Debug)]
 pub struct Arena {
     fd: OwnedFd,
     base: NonNull<u8>,
@@ -142,12 +143,6 @@ unsafe impl Send for Arena {}
 // SAFETY: through `&Arena` the mapping is only read.
 #[allow(unsafe_code)]
 unsafe impl Sync for Arena {}
-
-impl fmt::Debug for Arena {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Arena").field("header", &self.header).field("writable", &self.writable).finish()
-    }
-}
 
 impl Arena {
     /// Makes an arena for `header.data_bytes` bytes, all zero and not yet backed by memory; a page takes memory once written.

@@ -6,8 +6,9 @@
 use std::io;
 
 use pagedd_kernels::{
-    ActivationKind, Activations, AttentionShape, Isa, KvError, Matrix, Pairing, Product, RopeAngles, ShapeError,
-    SlotMapping, ThreadPool, add, add_bias, attention, matmul_all, rms_norm, rope, silu_mul, write_kv,
+    ActivationKind, Activations, AttentionShape, Isa, KvError, Matrix, Pairing, Product, RopeAngles,
+    ShapeError, SlotMapping, ThreadPool, add, add_bias, attention, matmul_all, rms_norm, rope, silu_mul,
+    write_kv,
 };
 use pagedd_model::{ModelConfig, RopeFrequencies, RopePairing};
 
@@ -140,8 +141,7 @@ impl Decoder {
         let (isa, pool, data) = (*isa, &*pool, weights.data());
         let (n, hidden, eps) = (tokens.len(), config.hidden, config.rms_eps);
         let (query, kv, ffn) = (config.query_dim(), config.kv_dim(), config.feed_forward);
-        let shape =
-            AttentionShape { heads: config.heads, scale: 1.0 / (config.head_dim as f32).sqrt() };
+        let shape = AttentionShape { heads: config.heads, scale: 1.0 / (config.head_dim as f32).sqrt() };
         let pairing = match config.rope.pairing {
             RopePairing::Interleaved => Pairing::Interleaved,
             RopePairing::Halves => Pairing::Halves,

@@ -67,10 +67,17 @@ impl LoadError {
     /// Whether another try could end otherwise.
     pub fn retry(&self) -> bool {
         match self {
-            Self::NoMemory { .. } | Self::Arena(_) | Self::Threads(_) | Self::GivenUp => true,
-            Self::KvSize(error) => matches!(error, KvSizeError::TooLarge { .. }),
-            Self::Model(ModelError::Io { .. }) => true,
-            Self::Model(_) | Self::Places(_) | Self::Setting { .. } | Self::Shape { .. } => false,
+            Self::NoMemory { .. }
+            | Self::Arena(_)
+            | Self::Threads(_)
+            | Self::GivenUp
+            | Self::KvSize(KvSizeError::TooLarge { .. })
+            | Self::Model(ModelError::Io { .. }) => true,
+            Self::KvSize(KvSizeError::NoBlock { .. } | KvSizeError::BadPercent { .. })
+            | Self::Model(ModelError::Malformed { .. } | ModelError::Unsupported { .. })
+            | Self::Places(_)
+            | Self::Setting { .. }
+            | Self::Shape { .. } => false,
         }
     }
 }

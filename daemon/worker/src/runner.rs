@@ -81,9 +81,14 @@ impl ModelRunner {
             KvDtype::F16 => KvElement::F16,
             KvDtype::F32 => KvElement::F32,
         };
-        let layout =
-            KvLayout::new(config.layers, config.kv_heads, config.head_dim, hello.block_size as usize, element)
-                .map_err(|problem| LoadError::Shape { item: "key-value cache", problem })?;
+        let layout = KvLayout::new(
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+            hello.block_size as usize,
+            element,
+        )
+        .map_err(|problem| LoadError::Shape { item: "key-value cache", problem })?;
         let max_model_len = hello.max_model_len.map_or(config.context.0, |limit| limit.min(config.context.0));
 
         let identity = weights_identity(&source, &places);
@@ -289,7 +294,9 @@ fn weights(
     if let Some(fd) = fd {
         match Arena::reuse(fd, &header) {
             Ok(arena) => return Ok((arena, true)),
-            Err(why) => tracing::warn!(%why, "weights arena of an earlier worker is not used, a new one is made"),
+            Err(why) => {
+                tracing::warn!(%why, "weights arena of an earlier worker is not used, a new one is made");
+            }
         }
     }
     let wanted = header.data_bytes;

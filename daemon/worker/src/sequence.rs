@@ -70,11 +70,6 @@ impl Sequences {
         self.live.get(&seq)
     }
 
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        self.live.len()
-    }
-
     /// What `seq` drew in `plan`.
     pub fn drawn(&self, plan: u64, seq: u64) -> Option<Draw> {
         self.drawn.get(&plan)?.get(&seq).copied()

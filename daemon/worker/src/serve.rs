@@ -104,8 +104,7 @@ fn start(channel: &mut Channel, hello: &Hello) -> Result<ModelRunner, ServeError
         let text = format!("it has version {}, this worker {PROTOCOL}", hello.protocol);
         return Err(ServeError::Protocol(text));
     }
-    let fds =
-        Fds { weights: take_fd(channel, hello.weights_fd)?, kv: take_fd(channel, hello.kv_fd)? };
+    let fds = Fds { weights: take_fd(channel, hello.weights_fd)?, kv: take_fd(channel, hello.kv_fd)? };
     let mut told = None;
     let mut gone = None;
     let loaded = guarded("loading the model", || {

@@ -124,18 +124,20 @@ impl Places {
 
     /// Every matrix, once.
     pub fn matrices(&self) -> impl Iterator<Item = &MatrixPlace> {
-        let layers = self.layers.iter().flat_map(|l| {
-            l.qkv.iter().chain([&l.attn_output]).chain(&l.gate_up).chain([&l.ffn_down])
-        });
+        let layers = self
+            .layers
+            .iter()
+            .flat_map(|l| l.qkv.iter().chain([&l.attn_output]).chain(&l.gate_up).chain([&l.ffn_down]));
         let tied = self.output.at == self.token_embd.at;
         layers.chain([&self.token_embd]).chain((!tied).then_some(&self.output))
     }
 
     /// Every vector.
     pub fn vectors(&self) -> impl Iterator<Item = &VectorPlace> {
-        let layers = self.layers.iter().flat_map(|l| {
-            [&l.attn_norm, &l.ffn_norm].into_iter().chain(l.qkv_bias.iter().flatten())
-        });
+        let layers = self
+            .layers
+            .iter()
+            .flat_map(|l| [&l.attn_norm, &l.ffn_norm].into_iter().chain(l.qkv_bias.iter().flatten()));
         layers.chain([&self.output_norm])
     }
 }

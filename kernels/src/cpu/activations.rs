@@ -235,13 +235,13 @@ fn quantize(scheme: Scheme, x: &[f32; GROUP]) -> ([i32; 8], Block) {
     const ROUND: f32 = 12_582_912.0;
     let mut low = [f32::INFINITY; 8];
     let mut high = [f32::NEG_INFINITY; 8];
-    // Sums of x - x: zero, or NaN where something is not finite.
+    // Sums of x * 0: zero, or NaN where something is not finite.
     let mut poison = [0.0_f32; 8];
     for x in x.as_chunks::<8>().0 {
         for lane in 0..8 {
             low[lane] = if x[lane] < low[lane] { x[lane] } else { low[lane] };
             high[lane] = if x[lane] > high[lane] { x[lane] } else { high[lane] };
-            poison[lane] += x[lane] - x[lane];
+            poison[lane] += x[lane] * 0.0;
         }
     }
     let low = low.into_iter().fold(f32::INFINITY, f32::min);

@@ -20,7 +20,9 @@ impl Group {
             *weight = self.scales[i / 16] * f32::from(i16::from(code) - i16::from(self.offset));
         }
         if let Some(min) = self.min {
-            dst.iter_mut().for_each(|weight| *weight += min);
+            for weight in dst {
+                *weight += min;
+            }
         }
     }
 }

@@ -349,7 +349,9 @@ mod tests {
                 let mut data = vec![0_u32; len];
                 pool.for_parts(&mut data, size, &|index, part| {
                     assert!(part.len() <= size.max(1));
-                    part.iter_mut().for_each(|x| *x += 1 + index as u32);
+                    for x in part {
+                        *x += 1 + index as u32;
+                    }
                 });
                 let want: Vec<u32> = (0..len).map(|i| 1 + (i / size.max(1)) as u32).collect();
                 assert_eq!(data, want, "{len} in parts of {size}");

@@ -133,29 +133,14 @@ fn extreme_codes_do_not_overflow() {
             let weights = Weights { layout, bytes };
             for pattern in 0..4 {
                 let x: Vec<f32> = (0..5 * columns)
-                    .map(|k| match pattern {
-                        0 => {
-                            if k % 32 == 0 {
-                                -1.0
-                            } else {
-                                1.0
-                            }
-                        }
-                        1 => {
-                            if k % 32 == 0 {
-                                1.0
-                            } else {
-                                -1.0
-                            }
-                        }
-                        2 => {
-                            if k % 2 == 0 {
-                                1.0
-                            } else {
-                                -1.0
-                            }
-                        }
-                        _ => 1.0,
+                    .map(|k| {
+                        let negative = match pattern {
+                            0 => k % 32 == 0,
+                            1 => k % 32 != 0,
+                            2 => k % 2 == 1,
+                            _ => false,
+                        };
+                        if negative { -1.0 } else { 1.0 }
                     })
                     .collect();
                 let (want, magnitudes) = weights.twin(&x);

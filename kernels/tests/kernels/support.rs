@@ -27,7 +27,7 @@ pub(crate) fn floats(seed: u32, count: usize) -> Vec<f32> {
         .map(|index| {
             let word = word(seed, index);
             let x = (word >> 8) as f32 / (1 << 23) as f32 - 1.0;
-            if word % 61 == 0 { x * 12.0 } else { x }
+            if word.is_multiple_of(61) { x * 12.0 } else { x }
         })
         .collect()
 }

@@ -30,8 +30,8 @@ fn known() -> Sequences {
     all
 }
 
-fn error(plan: Plan) -> String {
-    check(&plan, &known(), &LIMITS).unwrap_err().to_string()
+fn error(plan: &Plan) -> String {
+    check(plan, &known(), &LIMITS).unwrap_err().to_string()
 }
 
 fn rows(rows: Vec<Row>) -> Plan {
@@ -59,15 +59,9 @@ fn every_way_to_be_wrong_is_named() {
         (rows(vec![row(9, 0, 1, 0, &[0])]), "sequence 9 was never begun"),
         (rows(vec![row(1, 0, 1, 2, &[]), row(1, 1, 1, 2, &[])]), "sequence 1 has more than one row"),
         (rows(vec![row(2, 0, 1, 0, &[8])]), "block 8 of 8"),
-        (
-            rows(vec![row(2, 0, 1, 1, &[3])]),
-            "table of sequence 2 has 0 blocks, the update begins at 1",
-        ),
+        (rows(vec![row(2, 0, 1, 1, &[3])]), "table of sequence 2 has 0 blocks, the update begins at 1"),
         (rows(vec![row(1, 0, 0, 2, &[])]), "row of sequence 1 without inputs"),
-        (
-            rows(vec![row(1, 32, 1, 2, &[])]),
-            "positions up to 33 of sequence 1, its 2 blocks end at 32",
-        ),
+        (rows(vec![row(1, 32, 1, 2, &[])]), "positions up to 33 of sequence 1, its 2 blocks end at 32"),
         (
             rows(vec![row(1, 96, 5, 2, &[0, 1, 2, 3, 6])]),
             "positions up to 101 of sequence 1, the longest sequence has 100",
@@ -76,38 +70,35 @@ fn every_way_to_be_wrong_is_named() {
             rows(vec![row(1, u32::MAX, 1, 2, &[])]),
             "positions up to 4294967296 of sequence 1, the longest sequence has 100",
         ),
-        (
-            rows(vec![row(1, 16, 8, 2, &[]), row(2, 0, 5, 0, &[5])]),
-            "block 5 is written twice at offset 0",
-        ),
+        (rows(vec![row(1, 16, 8, 2, &[]), row(2, 0, 5, 0, &[5])]), "block 5 is written twice at offset 0"),
         (rows(vec![row(2, 0, 32, 0, &[3, 3])]), "block 3 is written twice at offset 0"),
     ];
     for (plan, text) in cases {
-        assert_eq!(error(plan), text);
+        assert_eq!(error(&plan), text);
     }
 
     let copy = |from, to, tokens| Plan { copies: vec![BlockCopy { from, to, tokens }], ..Plan::default() };
-    assert_eq!(error(copy(8, 1, 1)), "block 8 of 8");
-    assert_eq!(error(copy(1, 1, 1)), "copy of 1 positions from block 1 to block 1");
-    assert_eq!(error(copy(1, 2, 17)), "copy of 17 positions from block 1 to block 2");
+    assert_eq!(error(&copy(8, 1, 1)), "block 8 of 8");
+    assert_eq!(error(&copy(1, 1, 1)), "copy of 1 positions from block 1 to block 1");
+    assert_eq!(error(&copy(1, 2, 17)), "copy of 17 positions from block 1 to block 2");
 
     let mut r = row(2, 0, 1, 0, &[0]);
     r.inputs = vec![Input::Known(50)];
-    assert_eq!(error(rows(vec![r.clone()])), "token 50 of sequence 2, the vocabulary has 50");
+    assert_eq!(error(&rows(vec![r.clone()])), "token 50 of sequence 2, the vocabulary has 50");
     r.inputs = vec![Input::Sampled { plan: 1, seq: 2 }];
-    assert_eq!(error(rows(vec![r.clone()])), "input of sequence 2: plan 1 drew nothing for sequence 2");
+    assert_eq!(error(&rows(vec![r.clone()])), "input of sequence 2: plan 1 drew nothing for sequence 2");
     r.inputs = vec![Input::Known(0)];
     r.samples = vec![2, 7];
-    assert_eq!(error(rows(vec![r.clone()])), "sequence 7 was never begun");
+    assert_eq!(error(&rows(vec![r.clone()])), "sequence 7 was never begun");
     r.samples = vec![2, 2];
-    assert_eq!(error(rows(vec![r])), "sequence 2 has more than one sample");
+    assert_eq!(error(&rows(vec![r])), "sequence 2 has more than one sample");
 
     let mut bad = begin(2);
     bad.sampling.top_p = f32::NAN;
     let plan = Plan { begin: vec![bad], ..Plan::default() };
-    assert_eq!(error(plan), "sampling parameters of sequence 2 out of range");
+    assert_eq!(error(&plan), "sampling parameters of sequence 2 out of range");
     let plan = Plan { begin: vec![begin(2), begin(2)], ..Plan::default() };
-    assert_eq!(error(plan), "sequence 2 has more than one begin");
+    assert_eq!(error(&plan), "sequence 2 has more than one begin");
 }
 
 #[test]
@@ -137,7 +128,7 @@ fn an_input_drawn_by_an_earlier_plan_is_resolved_and_one_that_failed_fails_its_r
 #[test]
 fn begun_again_means_an_empty_table() {
     let plan = Plan { id: 2, begin: vec![begin(1)], rows: vec![row(1, 0, 1, 2, &[])], ..Plan::default() };
-    assert_eq!(error(plan), "table of sequence 1 has 0 blocks, the update begins at 2");
+    assert_eq!(error(&plan), "table of sequence 1 has 0 blocks, the update begins at 2");
 }
 
 #[test]

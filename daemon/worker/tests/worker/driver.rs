@@ -252,8 +252,11 @@ pub fn known(plan: &Plan, driver: &Driver) -> Plan {
     plan
 }
 
+/// A draw as bits: token, its log-probability, the best tokens and theirs.
+type Bits = (u32, u32, Vec<(u32, u32)>);
+
 /// Everything that was drawn, as bits.
-pub fn bits(drawn: &[Sampled]) -> Vec<(u32, u32, Vec<(u32, u32)>)> {
+pub fn bits(drawn: &[Sampled]) -> Vec<Bits> {
     drawn
         .iter()
         .map(|s| {

@@ -136,9 +136,8 @@ fn tiny_models_of_every_kind_give_the_same_bits_in_every_way() {
         let (_dir, path) = tiny(&model);
         for sampling in [SamplingParams::GREEDY, DRAWN] {
             for block_size in [16, 64] {
-                let load = |threads| {
-                    load(&Hello { threads: Some(threads), block_size, ..hello(&path, dtype) })
-                };
+                let load =
+                    |threads| load(&Hello { threads: Some(threads), block_size, ..hello(&path, dtype) });
                 let prompt = tokens(9, 150, 272);
                 Case { name, load: &load, prompt, want: 24, chunks: &[1, 7, 16, 33, 149], sampling }.check();
             }
@@ -154,5 +153,7 @@ fn a_request_gives_the_same_bits_whatever_the_size_of_a_block() {
         bits(&alone(&mut runner, Seq::new(1, &tokens(3, 200, 272), 100)))
     });
     let (first, rest) = results.split_first_mut().unwrap();
-    rest.iter().for_each(|other| assert_eq!(first, other));
+    for other in rest {
+        assert_eq!(first, other);
+    }
 }

@@ -1,5 +1,8 @@
 //! The worker against its promises: reference outputs, batch independence, replay, protocol, element types.
 
+// The helpers beside the tests are test code too, which the lint cannot see.
+#![allow(clippy::unwrap_used)]
+
 mod driver;
 mod independence;
 mod models;

@@ -13,10 +13,8 @@ use tempfile::TempDir;
 
 /// The real model.
 pub fn real() -> PathBuf {
-    let path = std::env::var_os("PAGEDD_TEST_MODEL").map_or_else(
-        || repository().join(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"),
-        PathBuf::from,
-    );
+    let path = std::env::var_os("PAGEDD_TEST_MODEL")
+        .map_or_else(|| repository().join(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf"), PathBuf::from);
     assert!(
         path.exists(),
         "{} is missing: run `make model`, or name the file in PAGEDD_TEST_MODEL",

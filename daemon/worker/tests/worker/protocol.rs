@@ -15,7 +15,7 @@ use pagedd_worker::ModelRunner;
 use crate::driver::{Driver, Seq, bits};
 use crate::models::{hello, load, load_real, real, tiny, tokens};
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_mins(1);
 
 struct Worker {
     child: Child,
@@ -44,7 +44,12 @@ impl Worker {
     }
 
     /// Up to `Ready` or `Failed`.
-    fn hello(&mut self, hello: &Hello, weights: Option<OwnedFd>, kv: Option<OwnedFd>) -> Result<ModelInfo, (String, bool)> {
+    fn hello(
+        &mut self,
+        hello: &Hello,
+        weights: Option<OwnedFd>,
+        kv: Option<OwnedFd>,
+    ) -> Result<ModelInfo, (String, bool)> {
         let hello = Hello { weights_fd: weights.is_some(), kv_fd: kv.is_some(), ..hello.clone() };
         let fds: Vec<_> = weights.iter().chain(&kv).map(OwnedFd::as_fd).collect();
         self.channel.send(&ToWorker::Hello(hello), &fds).unwrap();
@@ -230,7 +235,10 @@ fn a_worker_without_a_socket_says_who_starts_it() {
         .unwrap();
     assert!(!output.status.success());
     let text = String::from_utf8(output.stderr).unwrap();
-    assert!(text.contains("no socket on descriptor 3: pagedd-worker is started by the pagedd daemon"), "{text}");
+    assert!(
+        text.contains("no socket on descriptor 3: pagedd-worker is started by the pagedd daemon"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -31,10 +31,12 @@ fn history(runner: &mut ModelRunner, seed: u64) -> Vec<Step> {
     let mut next = 1;
     loop {
         if next < 12 && steps.len() % 2 == 0 {
-            let mut seq = Seq::new(next * 10, &tokens(next, 1 + below(70) as usize, vocab), 2 + below(12) as usize);
+            let mut seq =
+                Seq::new(next * 10, &tokens(next, 1 + below(70) as usize, vocab), 2 + below(12) as usize);
             if next % 2 == 0 {
                 let temperature = 0.7;
-                seq.sampling = SamplingParams { temperature, top_p: 0.9, seed: next, ..SamplingParams::GREEDY };
+                seq.sampling =
+                    SamplingParams { temperature, top_p: 0.9, seed: next, ..SamplingParams::GREEDY };
                 seq.children = (1..=below(3)).map(|child| seq.id + child).collect();
             }
             driver.seqs.push(seq);

@@ -103,7 +103,11 @@ fn settings_that_cannot_be_met_are_refused_with_the_numbers() {
     let (_dir, path) = tiny(&TinyModel::default());
     let base = hello(&path, Dtype::Auto);
     for (change, text, retry) in [
-        (Hello { block_size: 24, ..base.clone() }, "block_size: 24: it must be a power of two in [16, 512]", false),
+        (
+            Hello { block_size: 24, ..base.clone() },
+            "block_size: 24: it must be a power of two in [16, 512]",
+            false,
+        ),
         (Hello { max_num_seqs: 0, ..base.clone() }, "max_num_seqs: 0: it must lie in [1, 4096]", false),
         (
             Hello { max_num_batched_tokens: 0, ..base.clone() },
@@ -146,8 +150,7 @@ fn progress_runs_from_nothing_to_all() {
 #[test]
 fn the_length_of_a_sequence_is_bounded_by_model_and_setting() {
     let (_dir, path) = tiny(&TinyModel::default());
-    let length = |max_model_len| {
-        load(&Hello { max_model_len, ..hello(&path, Dtype::Auto) }).info().max_model_len
-    };
+    let length =
+        |max_model_len| load(&Hello { max_model_len, ..hello(&path, Dtype::Auto) }).info().max_model_len;
     assert_eq!([None, Some(100), Some(100_000)].map(length), [512, 100, 512]);
 }

@@ -60,7 +60,9 @@ impl Lanes for Portable {
     }
 
     fn shrink(values: &mut [f32], factor: f32) {
-        values.iter_mut().for_each(|value| *value *= factor);
+        for value in values {
+            *value *= factor;
+        }
     }
 
     fn add_weighted(acc: &mut [f32], weights: &[f32], values: &[f32]) {
@@ -225,7 +227,9 @@ mod avx2 {
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) fn shrink(values: &mut [f32], factor: f32) {
-        values.iter_mut().for_each(|value| *value *= factor);
+        for value in values {
+            *value *= factor;
+        }
     }
 
     #[inline]

@@ -58,7 +58,7 @@ fn tile<const R: usize>(
         PackedType::Q4G32 => q4::<R>(bytes, x, first, out),
         PackedType::Q8G32 => q8::<R, { PackedType::Q8G32.unit_bytes() }, false, false>(bytes, x, first, out),
         PackedType::Q8G32Min => {
-            q8::<R, { PackedType::Q8G32Min.unit_bytes() }, true, false>(bytes, x, first, out)
+            q8::<R, { PackedType::Q8G32Min.unit_bytes() }, true, false>(bytes, x, first, out);
         }
         PackedType::Q8G16 => q8::<R, { PackedType::Q8G16.unit_bytes() }, false, true>(bytes, x, first, out),
     }

@@ -1,0 +1,123 @@
+//! How fast a model runs on this machine, without daemon and gateway.
+//!
+//! `throughput MODEL [--dtype f32] [--threads N]` prints tokens per second of a prompt of 512 tokens and of 1, 4, 16 and 32
+//! sequences that decode after 128 tokens each. Medians; run it on a quiet machine.
+
+use std::time::Instant;
+
+use anyhow::Context as _;
+use clap::{Parser, ValueEnum};
+use pagedd_core::SamplingParams;
+use pagedd_wire::PROTOCOL;
+use pagedd_wire::worker::{Begin, Device, Dtype, Hello, Input, KvDtype, KvMemory, Plan, Row, TableUpdate};
+use pagedd_worker::{Fds, ModelRunner};
+
+const BLOCK: u32 = 16;
+const CONTEXT: u32 = 128;
+const STEPS: u32 = 32;
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Kind {
+    Auto,
+    F32,
+}
+
+#[derive(Parser)]
+struct Args {
+    /// A GGUF file or a Hugging Face directory.
+    model: String,
+    /// How weights are kept and multiplied.
+    #[arg(long, value_enum, default_value = "auto")]
+    dtype: Kind,
+    /// Compute threads; as a rule all that are allowed.
+    #[arg(long)]
+    threads: Option<u32>,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let (dtype, kv_dtype) = match args.dtype {
+        Kind::Auto => (Dtype::Auto, KvDtype::F16),
+        Kind::F32 => (Dtype::F32, KvDtype::F32),
+    };
+    let hello = Hello {
+        protocol: PROTOCOL,
+        path: args.model,
+        device: Device::Cpu,
+        dtype,
+        kv_dtype,
+        block_size: BLOCK,
+        kv_memory: KvMemory::Tokens(16_384),
+        max_model_len: None,
+        max_num_seqs: 64,
+        max_num_batched_tokens: 512,
+        threads: args.threads,
+        weights_fd: false,
+        kv_fd: false,
+    };
+    let start = Instant::now();
+    let mut runner = ModelRunner::load(&hello, Fds::default(), &mut |_| true)?;
+    let info = runner.info().clone();
+    println!(
+        "{} of {:.0} M parameters, {} kernels, {} threads, weights {:.1} MB, loaded in {:.0} ms",
+        info.architecture,
+        info.parameters as f64 / 1e6,
+        info.kernels,
+        info.threads,
+        info.weight_bytes as f64 / 1e6,
+        start.elapsed().as_secs_f64() * 1e3
+    );
+    let mut plans = 0;
+    let mut run = |begin: Vec<Begin>, rows: Vec<Row>| {
+        plans += 1;
+        let start = Instant::now();
+        runner.run(&Plan { id: plans, begin, rows, ..Plan::default() }).map(|_| start.elapsed().as_secs_f64())
+    };
+
+    let mut prompts = Vec::new();
+    for _ in 0..5 {
+        prompts.push(run(vec![begin(1)], vec![row(1, 0, 512, info.vocab_size)])?);
+    }
+    println!("prompt of 512 tokens: {:8.1} tokens/s", 512.0 / median(&mut prompts)?);
+    for sequences in [1, 4, 16, 32] {
+        for seq in 0..sequences {
+            run(vec![begin(seq)], vec![row(seq, 0, CONTEXT, info.vocab_size)])?;
+        }
+        let mut steps = Vec::new();
+        for step in 0..STEPS {
+            let rows = (0..sequences).map(|seq| row(seq, CONTEXT + step, 1, info.vocab_size)).collect();
+            steps.push(run(Vec::new(), rows)?);
+        }
+        let seconds = median(&mut steps)?;
+        println!(
+            "{sequences:3} sequences:       {:10.1} tokens/s, {:.2} ms a step",
+            sequences as f64 / seconds,
+            seconds * 1e3
+        );
+    }
+    Ok(())
+}
+
+fn median(seconds: &mut [f64]) -> anyhow::Result<f64> {
+    seconds.sort_by(f64::total_cmp);
+    seconds.get(seconds.len() / 2).copied().context("no measurement")
+}
+
+fn begin(seq: u64) -> Begin {
+    Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into() }
+}
+
+/// Tokens `[start, start + count)` of a sequence that owns 32 blocks of its own.
+fn row(seq: u64, start: u32, count: u32, vocab: u32) -> Row {
+    let token = |position: u32| (seq as u32 * 7919 + position * 104_729) % vocab;
+    let blocks =
+        if start == 0 { (0..512 / BLOCK).map(|i| seq as u32 * 32 + i).collect() } else { Vec::new() };
+    let from = if start == 0 { 0 } else { 512 / BLOCK };
+    Row {
+        seq,
+        start,
+        inputs: (start..start + count).map(|position| Input::Known(token(position))).collect(),
+        table: TableUpdate { from, blocks },
+        samples: vec![seq],
+    }
+}
