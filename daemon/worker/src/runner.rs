@@ -104,6 +104,15 @@ impl ModelRunner {
         let (kv, kv_reused) = kv(&request, kv_identity, fds.kv)?;
         let blocks = (kv.header().data_bytes / request.block_bytes) as u32;
 
+        let (room, longest) = (u64::from(blocks) * u64::from(hello.block_size), u64::from(max_model_len));
+        if room < longest {
+            tracing::warn!(
+                room,
+                longest,
+                "KV arena has less room than the longest sequence needs, in tokens"
+            );
+        }
+
         let info = ModelInfo {
             architecture: config.architecture.to_string(),
             parameters: places.parameters,

@@ -155,3 +155,23 @@ fn take_fd(channel: &mut Channel, announced: bool) -> Result<Option<OwnedFd>, Ch
 fn guarded<T>(what: &'static str, run: impl FnOnce() -> T) -> Result<T, ServeError> {
     catch_unwind(AssertUnwindSafe(run)).map_err(|_| ServeError::Panic(what))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_a_failure_that_another_worker_may_escape() {
+        let error = guarded("running a plan", || panic!("on purpose")).unwrap_err();
+        assert!(error.retry());
+        assert_eq!(
+            error.to_string(),
+            "internal error while running a plan; the log of the worker names the place"
+        );
+    }
+
+    #[test]
+    fn a_message_of_several_lines_becomes_one() {
+        assert_eq!(one_line("first\n  second\nthird"), "first; second; third");
+    }
+}

@@ -146,6 +146,17 @@ fn tiny_models_of_every_kind_give_the_same_bits_in_every_way() {
 }
 
 #[test]
+fn a_long_context_gives_the_same_bits_wherever_it_was_cut() {
+    let model = TinyModel { context: 2048, ..TinyModel::of_type(pagedd_core::TensorType::Q4_1) };
+    let (_dir, path) = tiny(&model);
+    let load = |threads| {
+        load(&Hello { threads: Some(threads), max_num_batched_tokens: 2048, ..hello(&path, Dtype::Auto) })
+    };
+    let (prompt, chunks) = (tokens(2, 1500, 272), &[100, 511, 1024]);
+    Case { name: "long", load: &load, prompt, want: 40, chunks, sampling: SamplingParams::GREEDY }.check();
+}
+
+#[test]
 fn a_request_gives_the_same_bits_whatever_the_size_of_a_block() {
     let (_dir, path) = tiny(&TinyModel::of_type(pagedd_core::TensorType::Q4_0));
     let mut results = [16, 32, 128, 512].map(|block_size| {
