@@ -1,13 +1,13 @@
 //! Parts die in the middle of work, or clients do: what goes on, and what comes back.
 
 use std::net::TcpStream;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
 use pagedd_tests::daemon::{Daemon, Site, Tenant, smollm2_yaml};
 use pagedd_tests::http::{Event, Events, whole_text};
-use pagedd_tests::process::{Process, kill_descendant, send};
+use pagedd_tests::process::kill_descendant;
 use pagedd_tests::random::Random;
 use pagedd_tests::wait;
 use serde_json::{Value, json};
@@ -285,25 +285,22 @@ fn a_worker_that_is_killed_while_it_idles_is_replaced_for_the_next_request() {
 
 #[test]
 fn a_worker_that_dies_at_every_start_is_given_up_and_port_and_status_say_so() {
-    let daemon = Site::new(&smollm2_yaml()).start();
+    let daemon = Site::new(&smollm2_yaml()).with_own_programs().start();
     let acme = daemon.add_tenant("acme", "0%", "100%");
     let mut events = open(&acme, PROMPT, 1500);
     read_some(&mut events, 1);
-    let mut killed: Vec<Process> = Vec::new();
+    // From now on every new worker ends at once.
+    daemon.site().replace_program("pagedd-worker", Path::new("/bin/false"));
+    kill_descendant(daemon.root(), worker_pid(&daemon));
     wait::until("the model is given up", Duration::from_mins(1), || {
-        for worker in daemon.processes().into_iter().filter(|p| p.name == "pagedd-worker") {
-            if !killed.contains(&worker) {
-                send(&worker, Signal::SIGKILL);
-                killed.push(worker);
-            }
-        }
         daemon.model()["state"]["is"] == "failed"
     });
-    assert!(killed.len() > 1, "{killed:?}");
     let answer = acme.http.get("/readyz");
     assert_eq!(answer.status, 503, "{}", answer.text());
     acme.http
         .post("/v1/completions", &json!({"model": "smollm2", "prompt": "Hi", "max_tokens": 1}))
         .error(503);
+    let last = events.last().expect("a last event");
+    assert!(last.data.contains("error"), "the open stream ended without an error: {last:?}");
     daemon.stop();
 }

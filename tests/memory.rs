@@ -93,7 +93,7 @@ fn two_thousand_requests_with_random_cancels_leave_memory_and_blocks_as_they_wer
         are_equal(&early, &late).then_some(())
     });
     for (process, before) in &early {
-        let after = late.get(process).map(|m| m.own_kib());
+        let after = late.get(process).map(Memory::own_kib);
         println!(
             "{process:?}: RssAnon + RssShmem {} KiB after 500 requests, {after:?} KiB after 2,000",
             before.own_kib()

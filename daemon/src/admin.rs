@@ -13,6 +13,8 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tracing::{info, warn};
 
+use crate::daemon::Event;
+
 /// Open admin connections.
 const CONNECTIONS: usize = 64;
 /// A connection that says nothing for this long is closed.
@@ -45,20 +47,20 @@ impl AdminSocket {
         Ok(Self { listener, path: path.to_owned() })
     }
 
-    /// Serves until `orders` is closed.
-    pub async fn run(self, orders: mpsc::Sender<Order>) {
+    /// Serves until `events`, which takes the orders, is closed.
+    pub async fn run(self, events: mpsc::Sender<Event>) {
         let places = std::sync::Arc::new(Semaphore::new(CONNECTIONS));
         loop {
             let Ok(place) = places.clone().acquire_owned().await else { return };
             let accepted = tokio::select! {
                 accepted = self.listener.accept() => accepted,
-                () = orders.closed() => return,
+                () = events.closed() => return,
             };
             match accepted {
                 Ok((stream, _)) => {
-                    let orders = orders.clone();
+                    let events = events.clone();
                     tokio::spawn(async move {
-                        if let Err(error) = serve(stream, &orders).await {
+                        if let Err(error) = serve(stream, &events).await {
                             info!(%error, "admin connection");
                         }
                         drop(place);
@@ -81,7 +83,7 @@ impl Drop for AdminSocket {
     }
 }
 
-async fn serve(stream: UnixStream, orders: &mpsc::Sender<Order>) -> io::Result<()> {
+async fn serve(stream: UnixStream, events: &mpsc::Sender<Event>) -> io::Result<()> {
     let refusal = allowed(&stream).err();
     let (reader, mut writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
@@ -99,7 +101,7 @@ async fn serve(stream: UnixStream, orders: &mpsc::Sender<Order>) -> io::Result<(
         let response = if let Some(refusal) = &refusal {
             Response::Err(refusal.clone())
         } else if whole {
-            answer(&line, orders).await
+            answer(&line, events).await
         } else {
             let message = format!("a request of more than {MAX_REQUEST_LINE} bytes, or cut off");
             Response::Err(ControlError::new(ErrorCode::InvalidRequest, message))
@@ -111,14 +113,14 @@ async fn serve(stream: UnixStream, orders: &mpsc::Sender<Order>) -> io::Result<(
     }
 }
 
-async fn answer(line: &[u8], orders: &mpsc::Sender<Order>) -> Response {
+async fn answer(line: &[u8], events: &mpsc::Sender<Event>) -> Response {
     let command = match decode_request(line) {
         Ok(command) => command,
         Err(error) => return Response::Err(error),
     };
     let ending = || Response::Err(ControlError::new(ErrorCode::Busy, "the daemon is going down"));
     let (answer, answered) = oneshot::channel();
-    if orders.send(Order { command, answer }).await.is_err() {
+    if events.send(Event::Order(Order { command, answer })).await.is_err() {
         return ending();
     }
     answered.await.unwrap_or_else(|_| ending())

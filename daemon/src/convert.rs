@@ -55,7 +55,7 @@ pub fn sequence(snapshot: &SequenceSnapshot) -> wire::SequenceState {
     }
 }
 
-/// A worker's output. Whether it fits the plan is the scheduler's to check.
+/// A worker's output, of the plan that was out. A draw that the plan did not ask for is the scheduler's to leave out.
 pub fn output(output: wire::Output) -> StepOutput {
     StepOutput {
         plan: PlanId(output.plan),

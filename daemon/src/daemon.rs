@@ -7,9 +7,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_config::{Amount, FIRST_TENANT_PORT, Percent, TenantName as CheckedName};
 use pagedd_control::{
-    Command, ControlError, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed, KeyRevoke, MetricsText,
-    Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges, TenantListed, TenantRemove,
-    TenantSet, TenantShown, TenantSpec, Walls,
+    Command, ControlError, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed, KeyRevoke, MAX_LABEL,
+    MetricsText, Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges, TenantListed,
+    TenantRemove, TenantSet, TenantShown, TenantSpec, Walls,
 };
 use pagedd_core::{Blocks, ModelId};
 use pagedd_engine::Command as EngineCommand;
@@ -407,12 +407,10 @@ impl Daemon {
         let KeyCreate { tenant: name, label } = create;
         if label
             .as_ref()
-            .is_some_and(|label| label.chars().count() > 100 || label.chars().any(char::is_control))
+            .is_some_and(|label| label.chars().count() > MAX_LABEL || label.chars().any(char::is_control))
         {
-            return Err(ControlError::new(
-                ErrorCode::InvalidLabel,
-                "a label is up to 100 printable characters",
-            ));
+            let message = format!("a label is up to {MAX_LABEL} printable characters");
+            return Err(ControlError::new(ErrorCode::InvalidLabel, message));
         }
         let id = self.tenant(&name)?.record.id;
         let (key, row) = self

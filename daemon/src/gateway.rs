@@ -19,7 +19,7 @@ use pagedd_wire::{FrameBuffer, FrameError, PROTOCOL, encode};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{error, info, warn};
 
 use crate::backoff::Backoff;
@@ -35,6 +35,10 @@ const OUTBOX: usize = 8192;
 const DEATH: Duration = Duration::from_secs(2);
 /// Most choices of one request.
 const MAX_N: u32 = 16;
+/// Most stop tokens of one request: each token that is drawn is looked up among them.
+const MAX_STOP_IDS: usize = 256;
+/// Most bytes of a request's context: stop strings are all that is long in it.
+const MAX_CONTEXT: usize = 64 << 10;
 
 static CONNECTIONS: AtomicU64 = AtomicU64::new(1);
 
@@ -127,9 +131,17 @@ impl GatewayTask {
     /// Keeps a gateway running until the tenant goes or the daemon does.
     pub async fn run(mut self) {
         let mut backoff = Backoff::new(5, Duration::from_secs(10));
+        let mut facts = self.facts.clone();
         loop {
-            tokio::time::sleep(backoff.next(Instant::now())).await;
-            let (ended, pidfd) = match self.start().await {
+            let started = tokio::select! {
+                // A fork that is given up here closes the gateway's socket, upon which the gateway ends.
+                _ = facts.wait_for(|facts| facts.going == Going::Down) => return,
+                started = async {
+                    tokio::time::sleep(backoff.next(Instant::now())).await;
+                    self.start().await
+                } => started,
+            };
+            let (ended, pidfd) = match started {
                 Ok((socket, pidfd)) => (self.talk(socket).await, pidfd),
                 Err(ForkError::Model(error)) => {
                     self.state.send_modify(|(state, _)| *state = GatewayState::Failed(error));
@@ -140,9 +152,6 @@ impl GatewayTask {
                     self.state.send_modify(|(state, starts)| {
                         (*state, *starts) = (GatewayState::Restarting, *starts + 1);
                     });
-                    if self.facts.has_changed().is_err() {
-                        return;
-                    }
                     continue;
                 }
             };
@@ -182,11 +191,15 @@ impl GatewayTask {
         let (reader, writer) = socket.into_split();
         let (outbox, frames) = mpsc::channel(OUTBOX);
         let writing = tokio::spawn(write(writer, frames));
-        let up = Message::Up { tenant: self.tenant, connection, outbox: outbox.clone() };
+        let (held, mut cut) = oneshot::channel();
+        let up = Message::Up { tenant: self.tenant, connection, outbox: outbox.clone(), held };
         if self.hub.send(up).await.is_err() {
             return Ended::Us;
         }
-        let ended = self.serve(connection, reader, &outbox).await;
+        let ended = tokio::select! {
+            ended = self.serve(connection, reader, &outbox) => ended,
+            _ = &mut cut => Ended::Gateway("it does not read its answers".to_owned()),
+        };
         drop(self.hub.send(Message::Down(connection)).await);
         drop(outbox);
         // What is in the outbox (a last `Shutdown`, say) is written as long as the gateway reads.
@@ -203,6 +216,7 @@ impl GatewayTask {
         outbox: &mpsc::Sender<ToGateway>,
     ) -> Ended {
         let mut model_state = self.model.state.clone();
+        let mut model_lives = true;
         let mut buffer = FrameBuffer::new();
         let mut scratch = vec![0; 64 << 10];
         let mut greeted = false;
@@ -232,10 +246,9 @@ impl GatewayTask {
                         return Ended::Us;
                     }
                 }
-                changed = model_state.changed() => {
-                    if changed.is_err() {
-                        return Ended::Us;
-                    }
+                changed = model_state.changed(), if model_lives => {
+                    // An engine that ended has left its last state: the port goes on to say why.
+                    model_lives = changed.is_ok();
                 }
                 read = reader.read(&mut scratch) => match read {
                     Ok(0) => return Ended::Gateway("it closed its connection".to_owned()),
@@ -411,6 +424,18 @@ fn check(request: &Request, vocab: u32) -> Result<(), Refusal> {
     }
     if request.max_tokens == 0 {
         return invalid("max_tokens", "max_tokens is 0, it must be at least 1".to_owned());
+    }
+    if request.stop_ids.len() > MAX_STOP_IDS {
+        return invalid(
+            "stop",
+            format!("{} stop tokens, at most {MAX_STOP_IDS} are taken", request.stop_ids.len()),
+        );
+    }
+    if request.context.len() > MAX_CONTEXT {
+        return invalid(
+            "stop",
+            format!("a context of {} bytes, at most {MAX_CONTEXT} are taken", request.context.len()),
+        );
     }
     let sampling = request.sampling;
     if !(0.0..=2.0).contains(&sampling.temperature) {

@@ -74,6 +74,8 @@ pub enum Message {
         connection: ConnectionId,
         /// Its outbox.
         outbox: mpsc::Sender<ToGateway>,
+        /// Dropped once the hub has given the connection up, which then is to end.
+        held: oneshot::Sender<()>,
     },
     /// A gateway is gone.
     Down(ConnectionId),
@@ -120,6 +122,8 @@ struct Log {
     created: u64,
     entries: Vec<Entry>,
     reader: Reader,
+    /// It is to be cancelled, and the engine's inbox had no room for that yet.
+    cancel_waits: bool,
     ended: bool,
 }
 
@@ -143,6 +147,7 @@ struct Connection {
     outbox: mpsc::Sender<ToGateway>,
     /// Attached requests with entries that were not sent.
     dirty: BTreeSet<RequestId>,
+    _held: oneshot::Sender<()>,
 }
 
 /// How long logs and orphans live.
@@ -212,8 +217,9 @@ impl Hub {
             Message::Admitted(request, ticket) => self.admitted(request, *ticket),
             Message::Refused(ticket, error) => self.refused(&ticket, error),
             Message::Step(record) => self.record(record),
-            Message::Up { tenant, connection, outbox } => {
-                self.connections.insert(connection, Connection { tenant, outbox, dirty: BTreeSet::new() });
+            Message::Up { tenant, connection, outbox, held } => {
+                let dirty = BTreeSet::new();
+                self.connections.insert(connection, Connection { tenant, outbox, dirty, _held: held });
             }
             Message::Down(connection) => self.down(connection),
             Message::Attach(connection, request, from) => self.attach(connection, request, from),
@@ -262,6 +268,7 @@ impl Hub {
             created,
             entries: Vec::new(),
             reader: Reader::None { since: Instant::now() },
+            cancel_waits: false,
             ended: false,
         };
         self.logs.insert(request, log);
@@ -385,18 +392,19 @@ impl Hub {
 
     fn tell_engine(&mut self, model: ModelId, request: RequestId, command: Command<Box<Ticket>>) {
         let Some(engine) = self.engines.get(usize::from(model.0)) else { return };
-        if engine.send(command).is_err() {
-            // The engine is behind. An orphan is cancelled by the next tick that finds room.
-            debug!(%request, "the engine's inbox is full; a cancel waits");
-            if let Some(log) = self.logs.get_mut(&request) {
-                let overdue = Instant::now().checked_sub(self.limits.reattach_grace);
-                log.reader = Reader::None { since: overdue.unwrap_or_else(Instant::now) };
-            }
+        let cancels = matches!(command, Command::Cancel(_));
+        let waits = engine.send(command).is_err();
+        if waits {
+            debug!(%request, "the engine's inbox is full");
+        }
+        // The next tick tries a cancel again. A choice whose text is complete may go on: its readers leave the rest out.
+        if let Some(log) = self.logs.get_mut(&request).filter(|_| cancels) {
+            log.cancel_waits = waits;
         }
     }
 
-    /// A frame that answers a question. There is room for one per question a gateway may have open; a gateway that leaves no
-    /// room has stopped reading, and is cut off.
+    /// A frame that answers a question. [`flush`](Self::flush) leaves room for one per question a gateway may have open; a
+    /// gateway that leaves no room has stopped reading, and is cut off.
     fn send(&mut self, connection: ConnectionId, frame: ToGateway) {
         let Some(Connection { outbox, tenant, .. }) = self.connections.get(&connection) else { return };
         if outbox.try_send(frame).is_err() {
@@ -405,10 +413,12 @@ impl Hub {
         }
     }
 
-    /// Sends every reader what it lacks, as far as outboxes take it.
+    /// Sends every reader what it lacks, as far as outboxes take it. Half of each is left to answers.
     fn flush(&mut self) {
         for (id, connection) in &mut self.connections {
-            while !connection.dirty.is_empty() {
+            while !connection.dirty.is_empty()
+                && connection.outbox.capacity() > connection.outbox.max_capacity() / 2
+            {
                 let Ok(permit) = connection.outbox.try_reserve() else { break };
                 let mut room = FRAME_ENTRIES;
                 let mut deliveries = Vec::new();
@@ -455,10 +465,12 @@ impl Hub {
         let orphans: Vec<(ModelId, RequestId)> = self
             .logs
             .iter()
-            .filter(|(_, log)| !log.ended && log.on_leave == OnLeave::Cancel)
-            .filter(
-                |(_, log)| matches!(log.reader, Reader::None { since } if now.duration_since(since) >= grace),
-            )
+            .filter(|(_, log)| !log.ended)
+            .filter(|(_, log)| {
+                let unread =
+                    matches!(log.reader, Reader::None { since } if now.duration_since(since) >= grace);
+                log.cancel_waits || (unread && log.on_leave == OnLeave::Cancel)
+            })
             .map(|(request, log)| (log.model, *request))
             .collect();
         for (model, request) in orphans {

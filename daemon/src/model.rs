@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use pagedd_config::Model as Settings;
+use pagedd_config::{Model as Settings, Policy};
 use pagedd_core::{Blocks, ModelId, RequestId, Tokens};
 use pagedd_engine::{
     Engine, EngineConfig, EngineHandle, EngineStats, Inbox, Journal, Observer, StepRecord, inbox,
@@ -23,7 +23,7 @@ use tracing::{error, info};
 use crate::hub::{Message, Ticket};
 use crate::settings;
 use crate::template::{TemplateHandle, TemplateSpec};
-use crate::worker::{ModelState, WorkerProcess, WorkerSpec};
+use crate::worker::{Environment, ModelState, WorkerProcess, WorkerSpec};
 
 /// Commands that may wait for an engine: a step's worth of submissions and cancels.
 const INBOX: usize = 4096;
@@ -62,8 +62,8 @@ pub struct Surroundings {
     pub store: Arc<FdStore>,
     /// Keys the prefix hash; of this installation.
     pub cache_key: [u8; 32],
-    /// Log filter for children.
-    pub log: String,
+    /// Environment of children.
+    pub env: Environment,
 }
 
 /// Starts a model's thread. It loads at once.
@@ -81,7 +81,7 @@ pub fn start(
         model: name.clone(),
         program: around.programs.join("pagedd-gateway"),
         path: config.path.display().to_string(),
-        log: around.log.clone(),
+        env: around.env.clone(),
     })?;
     let start = Instant::now();
     let worker = WorkerProcess::new(
@@ -89,7 +89,7 @@ pub fn start(
             model: name.clone(),
             program: around.programs.join("pagedd-worker"),
             hello: settings::hello(config),
-            log: around.log.clone(),
+            env: around.env.clone(),
         },
         around.store.clone(),
         state_sender,
@@ -150,7 +150,9 @@ fn scheduler_config(config: &Settings, info: &ModelInfo, cache_key: [u8; 32]) ->
         max_num_batched_tokens: config.max_num_batched_tokens,
         max_model_len: Tokens(info.max_model_len),
         max_queued_requests: config.max_queued_requests,
-        policy: PolicyKind::Fcfs,
+        policy: match config.policy {
+            Policy::Fcfs => PolicyKind::Fcfs,
+        },
         cache_key,
         weight_digest: info.digest,
         prefix_cache: config.prefix_cache,

@@ -4,6 +4,7 @@
 //! fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound.
 
 use std::collections::BTreeMap;
+use std::io::IsTerminal;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -175,7 +176,7 @@ fn start_log(config: &Config) {
     let filter = EnvFilter::try_new(config.log.level.to_string()).unwrap_or_else(|_| EnvFilter::new("info"));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match config.log.format {
-        LogFormat::Text => builder.with_target(false).init(),
+        LogFormat::Text => builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).init(),
         LogFormat::Json => builder.json().init(),
     }
 }
@@ -252,7 +253,10 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
         programs: programs()?,
         store: store.clone(),
         cache_key: *db.installation_secret(),
-        log: config.log.level.to_string(),
+        env: vec![
+            ("PAGEDD_LOG".into(), config.log.level.as_str().into()),
+            ("PAGEDD_LOG_FORMAT".into(), config.log.format.as_str().into()),
+        ],
     };
     let mut models: Vec<Arc<Model>> = Vec::new();
     let mut threads = Vec::new();
@@ -297,16 +301,7 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
     }
     let daemon = Daemon { facts, models: models.clone(), tenants, shop, db: Db::new(db) };
     tokio::spawn(daemon.run(inbox));
-    let (orders, mut waiting) = mpsc::channel(16);
-    let forwarding = events.clone();
-    tokio::spawn(async move {
-        while let Some(order) = waiting.recv().await {
-            if forwarding.send(Event::Order(order)).await.is_err() {
-                return;
-            }
-        }
-    });
-    let admin = tokio::spawn(socket.run(orders));
+    let admin = tokio::spawn(socket.run(events.clone()));
     notify::ready().context("telling the supervisor")?;
     info!(version = env!("CARGO_PKG_VERSION"), admin = %config.admin_socket.display(), models = models.len(), "pagedd runs");
 

@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::backoff::Backoff;
-use crate::worker::CHILD_SOCKET;
+use crate::worker::{CHILD_SOCKET, Environment};
 
 /// Longest time from start to `Ready`: a tokenizer of 128k entries takes about a second.
 const LOAD: Duration = Duration::from_mins(1);
@@ -35,8 +35,8 @@ pub struct TemplateSpec {
     pub program: PathBuf,
     /// Path of the model.
     pub path: String,
-    /// Value of the child's log filter.
-    pub log: String,
+    /// The child's environment.
+    pub env: Environment,
 }
 
 /// A gateway to be.
@@ -74,7 +74,6 @@ pub enum ForkError {
 type Order = (Fork, oneshot::Sender<Result<Forked, ForkError>>);
 
 /// The way to a model's template process.
-#[derive(Clone)]
 pub struct TemplateHandle {
     orders: SyncSender<Order>,
 }
@@ -150,7 +149,7 @@ impl Template {
         let child = pagedd_host::spawn(Spawn {
             program: self.spec.program.clone(),
             args: Vec::new(),
-            env: vec![("PAGEDD_LOG".into(), self.spec.log.clone().into())],
+            env: self.spec.env.clone(),
             fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
             cgroup: None,
             identity: None,

@@ -228,7 +228,7 @@ impl Tenant {
         self.facts.send_modify(|facts| facts.going = going);
     }
 
-    /// Moves to another port. Connections on the old one go on.
+    /// Moves to another port. Streams on the old one end with an event that says how to attach again, on the new one.
     pub fn move_to(&mut self, shop: &TenantShop, listener: OwnedFd) -> Result<(), ControlError> {
         let model = self.model.clone();
         let misfit = self.facts.borrow().misfit.clone();

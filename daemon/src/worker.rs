@@ -3,6 +3,7 @@
 //! **Owns** the child, the channel to it, and the fds of its arenas, which outlive it. **Never** maps an arena or opens a model
 //! file: both are the worker's.
 
+use std::ffi::OsString;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use pagedd_core::PlanId;
 use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::{Child, Sandbox, Spawn};
@@ -24,6 +26,9 @@ use crate::convert;
 
 /// The fd that a child finds its socket on.
 pub const CHILD_SOCKET: i32 = 3;
+
+/// All that a child finds in its environment: what it logs, and how.
+pub type Environment = Vec<(OsString, OsString)>;
 
 /// Longest silence of a worker while it loads. Progress frames extend it.
 const LOAD_SILENCE: Duration = Duration::from_mins(2);
@@ -90,13 +95,21 @@ pub struct WorkerSpec {
     pub program: PathBuf,
     /// First frame; its fd flags are set for each start.
     pub hello: Hello,
-    /// Value of the child's log filter.
-    pub log: String,
+    /// The child's environment.
+    pub env: Environment,
 }
 
 struct Running {
     child: Child,
     channel: Channel,
+}
+
+#[derive(Clone, Copy)]
+struct Submitted {
+    plan: PlanId,
+    /// Input tokens of its rows.
+    tokens: u32,
+    at: Instant,
 }
 
 /// The arenas' fds, and where they are kept over a restart of the daemon.
@@ -120,9 +133,8 @@ pub struct WorkerProcess {
     attempts: u32,
     starts: u32,
     info: Option<ModelInfo>,
-    /// Rows' tokens of the plan that is out.
-    plan_tokens: u32,
-    submitted: Instant,
+    /// The plan that is out.
+    submitted: Option<Submitted>,
     /// Slowest time per input token seen.
     slowest_token: Duration,
 }
@@ -156,8 +168,7 @@ impl WorkerProcess {
             attempts: 0,
             starts: 0,
             info: None,
-            plan_tokens: 0,
-            submitted: Instant::now(),
+            submitted: None,
             slowest_token: Duration::ZERO,
         }
     }
@@ -202,7 +213,7 @@ impl WorkerProcess {
         let child = pagedd_host::spawn(Spawn {
             program: spec.program.clone(),
             args: Vec::new(),
-            env: vec![("PAGEDD_LOG".into(), spec.log.clone().into())],
+            env: spec.env.clone(),
             fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
             cgroup: None,
             identity: None,
@@ -290,10 +301,6 @@ impl WorkerProcess {
         }
     }
 
-    fn deadline(&self) -> Duration {
-        STEP_DEADLINE.max(self.slowest_token * self.plan_tokens * STEP_SLACK)
-    }
-
     fn channel(&mut self) -> Result<&mut Channel, WorkerLost> {
         self.running
             .as_mut()
@@ -318,19 +325,23 @@ impl Arenas {
 
 impl Worker for WorkerProcess {
     fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost> {
-        self.plan_tokens = plan.rows.iter().map(|row| row.inputs.len() as u32).sum();
-        self.submitted = Instant::now();
+        self.submitted = Some(Submitted { plan: plan.id, tokens: plan.input_tokens().0, at: Instant::now() });
         self.channel()?.send(&ToWorker::Plan(convert::plan(plan)), &[]).map_err(|e| lost(&e))
     }
 
     fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
-        let deadline = self.deadline();
+        let Some(Submitted { plan, tokens, at }) = self.submitted.take() else {
+            return Err(WorkerLost { reason: "no plan is out".to_owned() });
+        };
+        let deadline = STEP_DEADLINE.max(self.slowest_token * tokens * STEP_SLACK);
         match self.channel()?.recv_timeout(deadline).map_err(|e| lost(&e))? {
-            FromWorker::Output(output) => {
+            FromWorker::Output(output) if output.plan == plan.0 => {
                 self.attempts = 0;
-                let per_token = self.submitted.elapsed() / self.plan_tokens.max(1);
-                self.slowest_token = self.slowest_token.max(per_token);
+                self.slowest_token = self.slowest_token.max(at.elapsed() / tokens.max(1));
                 Ok(convert::output(output))
+            }
+            FromWorker::Output(output) => {
+                Err(WorkerLost { reason: format!("it answered {plan} with plan {}", output.plan) })
             }
             FromWorker::Failed { error, .. } => Err(WorkerLost { reason: error }),
             FromWorker::Loading { .. } | FromWorker::Arena { .. } | FromWorker::Ready(_) => {

@@ -69,15 +69,40 @@ pub fn model_yaml(name: &str, path: &Path, options: &str) -> String {
 #[derive(Debug)]
 pub struct Site {
     folder: TempDir,
+    /// The programs' folder, where it is this place's own.
+    programs: Option<PathBuf>,
 }
 
 impl Site {
     /// A fresh place with this configuration.
     pub fn new(yaml: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
-        let site = Self { folder };
+        let site = Self { folder, programs: None };
         site.configure(yaml);
         site
+    }
+
+    /// Runs copies of the programs, which the test may then replace.
+    #[must_use]
+    pub fn with_own_programs(mut self) -> Self {
+        let folder = self.folder.path().join("bin");
+        fs::create_dir(&folder).expect("a folder for programs");
+        for name in ["pagedd", "pagedd-worker", "pagedd-gateway"] {
+            fs::copy(binary(name), folder.join(name)).expect("copy a program");
+        }
+        self.programs = Some(folder);
+        self
+    }
+
+    /// Puts another program in the place of one of this place's own; what runs already goes on.
+    ///
+    /// # Panics
+    /// The place has no programs of its own.
+    pub fn replace_program(&self, name: &str, by: &Path) {
+        let folder = self.programs.as_ref().expect("programs of its own");
+        let new = folder.join("new");
+        fs::copy(by, &new).expect("copy the other program");
+        fs::rename(&new, folder.join(name)).expect("put it in place");
     }
 
     /// Replaces the configuration.
@@ -111,7 +136,8 @@ impl Site {
 
     /// The daemon's command line in this place, with no input and this environment alone.
     pub fn command(&self) -> Command {
-        let mut command = Command::new(binary("pagedd"));
+        let program = self.programs.as_ref().map_or_else(|| binary("pagedd"), |folder| folder.join("pagedd"));
+        let mut command = Command::new(program);
         command.arg("--config").arg(self.config()).arg("--state-dir").arg(self.state());
         command.env_clear().env("PATH", "/usr/bin:/bin").env("RUST_BACKTRACE", "1").stdin(Stdio::null());
         command

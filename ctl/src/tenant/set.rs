@@ -12,7 +12,7 @@ use pagedd_control::{Command, Reply, TenantChanges, TenantSet};
 pub struct Args {
     /// Which tenant
     name: String,
-    /// Another TCP port; streams on the old one go on
+    /// Another TCP port; streams on the old one end and can be attached again on the new one
     #[arg(long)]
     port: Option<String>,
     /// Other KV memory that is guaranteed to it; 0% takes it away

@@ -123,7 +123,7 @@ pub struct TenantSet {
 /// What changes about a tenant; `None` leaves it as it is.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct TenantChanges {
-    /// Another TCP port. Streams on the old one go on.
+    /// Another TCP port. Streams on the old one end with an event that says how to attach again, on the new one.
     pub port: Option<u16>,
     /// Another floor, as an amount (`0%` takes it away).
     pub kv_floor: Option<String>,

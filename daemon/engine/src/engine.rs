@@ -85,7 +85,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         };
         self.stats.steps += 1;
         self.stats.compute_us += output.compute_us;
-        self.stats.computed_tokens += plan.rows.iter().map(|row| row.inputs.len() as u64).sum::<u64>();
+        self.stats.computed_tokens += u64::from(plan.input_tokens().0);
         let record = self.scheduler.apply(plan, output);
         self.stats.last_step_us = Some(self.now_us());
         self.journal.commit(record);
@@ -101,7 +101,10 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                 Err(lost) => {
                     self.stats.workers_lost += 1;
                     warn!(plan = plan.id.0, deaths, reason = lost.reason, "worker lost");
-                    self.recover()?;
+                    // After the last death the plan is given up first: the next worker is not to know its sequences.
+                    if deaths < self.config.plan_deaths {
+                        self.recover()?;
+                    }
                 }
             }
         }
@@ -118,7 +121,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         })
     }
 
-    /// Fails the requests of a plan that kills workers. The fresh worker has not seen it.
+    /// Fails the requests of a plan that kills workers, and starts the next worker without them.
     fn give_up(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
         error!(plan = plan.id.0, rows = plan.rows.len(), "this plan kills workers; its requests fail");
         let failed = plan
@@ -130,7 +133,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         let output = StepOutput { plan: plan.id, sampled: Vec::new(), failed, compute_us: 0 };
         let record = self.scheduler.apply(plan, output);
         self.journal.commit(record);
-        // What the plan would have begun or copied never happened: the worker starts again from the scheduler's state.
+        // What the plan would have begun or copied never happened: the worker starts from the scheduler's state.
         self.recover()
     }
 

@@ -20,14 +20,9 @@ use sd_notify::NotifyState;
 /// Where the manager listens.
 pub(crate) const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 
-/// The start, or a reload, is finished.
+/// The start is finished.
 pub fn ready() -> io::Result<()> {
     send(&[NotifyState::Ready])
-}
-
-/// The configuration is being read again; [`ready`] ends it.
-pub fn reloading() -> io::Result<()> {
-    send(&[NotifyState::Reloading, NotifyState::monotonic_usec_now()?])
 }
 
 /// The daemon shuts down.
@@ -49,11 +44,6 @@ pub fn watchdog() -> io::Result<()> {
 pub fn extend_timeout(by: Duration) -> io::Result<()> {
     let usec = u32::try_from(by.as_micros()).unwrap_or(u32::MAX);
     send(&[NotifyState::ExtendTimeoutUsec(usec)])
-}
-
-/// Another process is the service's main one from now on.
-pub fn main_pid(pid: u32) -> io::Result<()> {
-    send(&[NotifyState::MainPid(pid)])
 }
 
 /// How often the manager wants to hear from [`watchdog`]; `None` where it does not care. Send at half of it.

@@ -42,7 +42,8 @@ fn ticket(connection: u64) -> Ticket {
 impl Bench {
     fn up(&mut self, tenant: TenantId, connection: u64, room: usize) -> mpsc::Receiver<ToGateway> {
         let (outbox, frames) = mpsc::channel(room);
-        self.hub.handle(Message::Up { tenant, connection: ConnectionId(connection), outbox });
+        let (held, _) = oneshot::channel();
+        self.hub.handle(Message::Up { tenant, connection: ConnectionId(connection), outbox, held });
         frames
     }
 
@@ -180,6 +181,54 @@ fn a_tenant_can_neither_read_nor_cancel_anothers_request() {
     assert!(bench.commands().is_empty());
     bench.hub.handle(Message::Cancel(ConnectionId(1), REQUEST));
     assert_eq!(bench.commands(), [format!("cancel {REQUEST}")]);
+}
+
+#[test]
+fn a_cancel_that_finds_the_inbox_full_is_sent_again_and_a_stop_takes_nobodys_reader() {
+    let mut bench = bench();
+    let mut frames = bench.up(TENANT, 1, 100);
+    bench.hub.handle(Message::Admitted(REQUEST, Box::new(Ticket { on_leave: OnLeave::RunOn, ..ticket(1) })));
+    bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
+    let fill = |bench: &mut Bench| {
+        for _ in 0..16 {
+            bench.hub.handle(Message::Stop(ConnectionId(1), REQUEST, 0));
+        }
+    };
+    fill(&mut bench);
+    bench.hub.handle(Message::Stop(ConnectionId(1), REQUEST, 1));
+    bench.tokens([1]);
+    assert_eq!(entries(&mut frames, 0), [token(1)]);
+    bench.commands();
+    bench.hub.expire(Instant::now());
+    assert!(bench.commands().is_empty(), "a stop that was lost cancels nothing");
+
+    fill(&mut bench);
+    bench.hub.handle(Message::Cancel(ConnectionId(1), REQUEST));
+    assert!(!bench.commands().contains(&format!("cancel {REQUEST}")), "there was no room");
+    bench.hub.expire(Instant::now());
+    assert_eq!(bench.commands(), [format!("cancel {REQUEST}")]);
+    bench.hub.expire(Instant::now());
+    assert!(bench.commands().is_empty(), "once is enough");
+}
+
+#[test]
+fn a_gateway_that_does_not_read_keeps_room_for_answers_and_is_cut_off_without() {
+    let mut bench = bench();
+    let (outbox, mut frames) = mpsc::channel(8);
+    let (held, mut cut) = oneshot::channel();
+    bench.hub.handle(Message::Up { tenant: TENANT, connection: ConnectionId(1), outbox, held });
+    bench.hub.handle(Message::Admitted(REQUEST, Box::new(ticket(1))));
+    bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
+    for token in 0..100 {
+        bench.tokens([token]);
+    }
+    assert_eq!(frames.len(), 4, "half of the outbox is left to answers");
+    for i in 0..5_u8 {
+        assert_eq!(cut.try_recv(), Err(oneshot::error::TryRecvError::Empty), "{i} answers");
+        bench.hub.handle(Message::Attach(ConnectionId(1), RequestId([i; 16]), 0));
+    }
+    assert_eq!(cut.try_recv(), Err(oneshot::error::TryRecvError::Closed));
+    assert!(frames.try_recv().is_ok());
 }
 
 #[test]

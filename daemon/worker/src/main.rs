@@ -6,6 +6,7 @@ use anyhow::Context as _;
 use clap::Parser;
 use pagedd_wire::Channel;
 use pagedd_worker::{arena, serve};
+use tracing_subscriber::EnvFilter;
 
 /// The descriptor of the socket that the daemon hands over.
 const SOCKET: i32 = 3;
@@ -15,15 +16,28 @@ const SOCKET: i32 = 3;
 /// Started by the pagedd daemon with a socket as descriptor 3; of no use by hand.
 #[derive(Parser)]
 #[command(version)]
-struct Args {}
+struct Args {
+    /// What is logged, as `level` or `module=level,…`
+    #[arg(long, env = "PAGEDD_LOG", default_value = "info")]
+    log: EnvFilter,
+    /// How it is logged
+    #[arg(long, env = "PAGEDD_LOG_FORMAT", value_enum, default_value_t = Format::Text)]
+    log_format: Format,
+}
+
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum Format {
+    Text,
+    Json,
+}
 
 fn main() -> ExitCode {
-    let Args {} = Args::parse();
-    tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .with_ansi(false)
-        .with_max_level(tracing::Level::INFO)
-        .init();
+    let Args { log, log_format } = Args::parse();
+    let logger = tracing_subscriber::fmt().with_env_filter(log).with_writer(std::io::stderr);
+    match log_format {
+        Format::Text => logger.with_ansi(false).init(),
+        Format::Json => logger.json().init(),
+    }
     // The text of a panic may hold values of a request: only its place is logged.
     std::panic::set_hook(Box::new(|panic| {
         let place = panic.location().map(ToString::to_string);

@@ -47,9 +47,10 @@ pub enum Scheme {
 pub(crate) struct Block {
     pub(crate) scale: f32,
     pub(crate) zero: f32,
-    /// Sum of the represented values: all 32, the first 16, the last 16.
+    /// Sum of the 32 represented values.
     pub(crate) sum: f32,
-    pub(crate) halves: [f32; 2],
+    /// -128 times the sum of the codes of the first 16, of the last 16, and of all: what centres weight codes around 128, exactly.
+    pub(crate) centres: [i32; 3],
 }
 
 /// Rows of activations. Made once and set again for every product, so that nothing is allocated in the steady state.
@@ -247,7 +248,7 @@ fn quantize(scheme: Scheme, x: &[f32; GROUP]) -> ([i32; 8], Block) {
     let low = low.into_iter().fold(f32::INFINITY, f32::min);
     let high = high.into_iter().fold(f32::NEG_INFINITY, f32::max);
     if !poison.iter().all(|&lane| lane == 0.0) {
-        return ([0; 8], Block { scale: f32::NAN, zero: f32::NAN, sum: f32::NAN, halves: [f32::NAN; 2] });
+        return ([0; 8], Block { scale: f32::NAN, zero: f32::NAN, sum: f32::NAN, centres: [0; 3] });
     }
     let (zero, reach) = match scheme {
         Scheme::Asymmetric => (0.5 * low + 0.5 * high, 0.5 * high - 0.5 * low),
@@ -260,8 +261,10 @@ fn quantize(scheme: Scheme, x: &[f32; GROUP]) -> ([i32; 8], Block) {
         let rounded = (x - zero) * inverse + ROUND;
         *code = (rounded.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32).clamp(-127, 127);
     }
-    let sums = [codes[..16].iter().sum::<i32>() as f32, codes[16..].iter().sum::<i32>() as f32];
-    let halves = sums.map(|sum| scale * sum + 16.0 * zero);
+    let halves = [codes[..16].iter().sum::<i32>(), codes[16..].iter().sum::<i32>()];
+    let all = halves[0] + halves[1];
+    let sum = scale * all as f32 + GROUP as f32 * zero;
+    let centres = [halves[0], halves[1], all].map(|sum| -128 * sum);
     let words = std::array::from_fn(|i| {
         i32::from_le_bytes([
             codes[4 * i] as u8,
@@ -270,5 +273,5 @@ fn quantize(scheme: Scheme, x: &[f32; GROUP]) -> ([i32; 8], Block) {
             codes[4 * i + 3] as u8,
         ])
     });
-    (words, Block { scale, zero, sum: halves[0] + halves[1], halves })
+    (words, Block { scale, zero, sum, centres })
 }

@@ -2,8 +2,9 @@
 //!
 //! **Owns** the split of products over threads and instruction sets. **Never** changes the order of operations of an output: every
 //! output is one chain over the units of its panel, front to back. For quantised weights a unit gives
-//! `acc += scale * (a.scale * Σ code·a.code + a.zero * Σ code)` and then `acc += min * a.sum`, with exact integer sums and fused operations
-//! (`Q8G16` does both once per half); for the others a unit is one fused multiply-add. So tile shapes differ, bits do not.
+//! `acc += scale * (a.scale * Σ code·a.code + a.zero * Σ code)` with exact integer sums (codes around 128 are centred first; `Q8G16` has two such
+//! steps), and then, where there are minima, `acc += min * a.sum`; all fused. For the others a unit is one fused multiply-add. So tile shapes
+//! differ, bits do not.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -14,8 +14,8 @@
 //! | `Q8G16` | 32 columns | 8 vectors of 64 bytes, 2 x 16 f16 scales (columns `[0, 16)`, `[16, 32)`) |
 //!
 //! A vector is 16 lanes of 4 bytes, one lane per row. Vector `i` of an 8-bit type holds columns `[4i, 4i + 4)`; vector `i` of
-//! `Q4G32` holds columns `[8i, 8i + 4)` in its low and `[8i + 4, 8i + 8)` in its high nibbles. A weight is `scale * code + min`;
-//! the types without minima have `min = -128 * scale`.
+//! `Q4G32` holds columns `[8i, 8i + 4)` in its low and `[8i + 4, 8i + 8)` in its high nibbles. A weight is `scale * code + min`,
+//! or `scale * (code - 128)` in the types without minima.
 
 use half::{bf16, f16};
 use pagedd_core::TensorType;

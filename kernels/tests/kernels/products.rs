@@ -60,8 +60,8 @@ impl Weights {
     }
 }
 
-/// Single precision rounds each of up to 1,536 steps of a chain; 8-bit types around 128 subtract two sums of up to 128 / 40 times the result's
-/// magnitudes. 1e-5 of the sum of magnitudes is ten times what is seen.
+/// Of the sum of magnitudes of an output's products. A chain of up to 768 columns rounds each step to 6e-8; types with minima add two sums
+/// of opposite sign that are some ten times the result's magnitudes. The worst seen over thousands of shapes is 2.2e-6.
 const TOLERANCE: f64 = 1e-5;
 
 #[test]
@@ -263,7 +263,7 @@ fn sizes_that_do_not_fit_are_refused_before_anything_is_written() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(crate::support::cases(48))]
 
     #[test]
     fn any_shape_gives_the_twins_products(

@@ -123,6 +123,8 @@ fn log_probabilities_are_those_of_the_twin_best_first_and_ties_by_id() {
 }
 
 proptest! {
+    #![proptest_config(crate::support::cases(256))]
+
     #[test]
     fn any_finite_logits_give_a_token_that_the_cuts_keep(
         logits in prop::collection::vec(prop_oneof![-50.0_f32..50.0, Just(0.0), Just(f32::MAX), Just(-f32::MAX)], 1..600),

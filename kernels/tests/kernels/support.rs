@@ -3,6 +3,12 @@
 use pagedd_core::TensorType;
 use pagedd_kernels::sample::philox4x32_10;
 use pagedd_kernels::{Isa, ThreadPool};
+use proptest::test_runner::{Config, RngSeed};
+
+/// So many cases of a property, the same in every run.
+pub(crate) fn cases(cases: u32) -> Config {
+    Config { cases, rng_seed: RngSeed::Fixed(1), failure_persistence: None, ..Config::default() }
+}
 
 /// Instruction sets that this processor has.
 pub(crate) fn isas() -> Vec<Isa> {

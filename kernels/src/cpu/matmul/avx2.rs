@@ -148,22 +148,13 @@ fn scales(bytes: &[u8], index: usize) -> __m256 {
     _mm256_cvtph_ps(load_i128(&bytes.as_chunks::<16>().0[index]))
 }
 
-/// `acc += scale * (block.scale * dot + block.zero * sum_of_codes); acc += min * sum`, the order that every set keeps.
+/// `acc + scale * (block.scale * dot + block.zero * sum_of_codes)`, the order that every set keeps.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn accumulate(
-    acc: __m256,
-    dot: __m256i,
-    codes: __m256,
-    scale: __m256,
-    min: __m256,
-    block: &Block,
-    sum: f32,
-) -> __m256 {
+fn accumulate(acc: __m256, dot: __m256i, codes: __m256, scale: __m256, block: &Block) -> __m256 {
     let inner = _mm256_mul_ps(codes, _mm256_set1_ps(block.zero));
     let inner = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_set1_ps(block.scale), inner);
-    let acc = _mm256_fmadd_ps(scale, inner, acc);
-    _mm256_fmadd_ps(min, _mm256_set1_ps(sum), acc)
+    _mm256_fmadd_ps(scale, inner, acc)
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -201,7 +192,8 @@ fn q4<const R: usize>(bytes: &[u8], x: &Activations, first: usize, out: &mut [[f
             for row in 0..R {
                 let block = &blocks[row][index];
                 let dot = _mm256_madd_epi16(dots[row], ones16);
-                acc[row] = accumulate(acc[row], dot, sums, scale, min, block, block.sum);
+                let sum = accumulate(acc[row], dot, sums, scale, block);
+                acc[row] = _mm256_fmadd_ps(min, _mm256_set1_ps(block.sum), sum);
             }
         }
         keep(&acc, half, out);
@@ -245,16 +237,23 @@ fn q8<const R: usize, const UNIT: usize, const MIN: bool, const SPLIT: bool>(
                         highs[row] = _mm256_add_epi16(highs[row], _mm256_maddubs_epi16(high, x));
                     }
                 }
-                let sums = _mm256_cvtepi32_ps(_mm256_madd_epi16(sums, ones16));
+                let sums = _mm256_madd_epi16(sums, ones16);
                 let scale = scales(tail, 2 * part + half);
-                let min =
-                    if MIN { scales(tail, 2 + half) } else { _mm256_mul_ps(scale, _mm256_set1_ps(-128.0)) };
+                // Codes around 128 are centred in integers: in single precision small codes would drown in their offset.
+                let offset = _mm256_set1_epi32(if MIN { 0 } else { -128 * 4 * words as i32 });
+                let sums = _mm256_cvtepi32_ps(_mm256_add_epi32(sums, offset));
                 for row in 0..R {
                     let block = &blocks[row][index];
                     let low = _mm256_madd_epi16(lows[row], ones16);
                     let dot = _mm256_add_epi32(low, _mm256_madd_epi16(highs[row], sixteens));
-                    let sum = if SPLIT { block.halves[part] } else { block.sum };
-                    acc[row] = accumulate(acc[row], dot, sums, scale, min, block, sum);
+                    acc[row] = if MIN {
+                        let sum = accumulate(acc[row], dot, sums, scale, block);
+                        _mm256_fmadd_ps(scales(tail, 2 + half), _mm256_set1_ps(block.sum), sum)
+                    } else {
+                        let centre = block.centres[if SPLIT { part } else { 2 }];
+                        let dot = _mm256_add_epi32(dot, _mm256_set1_epi32(centre));
+                        accumulate(acc[row], dot, sums, scale, block)
+                    };
                 }
             }
         }

@@ -115,22 +115,13 @@ fn scales(bytes: &[u8], index: usize) -> __m512 {
     _mm512_cvtph_ps(load_i256(&bytes.as_chunks::<32>().0[index]))
 }
 
-/// `acc += scale * (block.scale * dot + block.zero * sum_of_codes); acc += min * sum`, the order that every set keeps.
+/// `acc + scale * (block.scale * dot + block.zero * sum_of_codes)`, the order that every set keeps.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn accumulate(
-    acc: __m512,
-    dot: __m512i,
-    codes: __m512,
-    scale: __m512,
-    min: __m512,
-    block: &Block,
-    sum: f32,
-) -> __m512 {
+fn accumulate(acc: __m512, dot: __m512i, codes: __m512, scale: __m512, block: &Block) -> __m512 {
     let inner = _mm512_mul_ps(codes, _mm512_set1_ps(block.zero));
     let inner = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_set1_ps(block.scale), inner);
-    let acc = _mm512_fmadd_ps(scale, inner, acc);
-    _mm512_fmadd_ps(min, _mm512_set1_ps(sum), acc)
+    _mm512_fmadd_ps(scale, inner, acc)
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -163,7 +154,8 @@ fn q4<const R: usize>(bytes: &[u8], x: &Activations, first: usize, out: &mut [[f
         let (scale, min) = (scales(tail, 0), scales(tail, 1));
         for row in 0..R {
             let block = &blocks[row][index];
-            acc[row] = accumulate(acc[row], dots[row], sums, scale, min, block, block.sum);
+            let sum = accumulate(acc[row], dots[row], sums, scale, block);
+            acc[row] = _mm512_fmadd_ps(min, _mm512_set1_ps(block.sum), sum);
         }
     }
     keep(&acc, out);
@@ -188,8 +180,15 @@ fn q8<const R: usize, const UNIT: usize, const MIN: bool, const SPLIT: bool>(
         let vectors = unit.as_chunks::<64>().0;
         let tail = &unit[PANEL * GROUP..];
         for part in 0..parts {
+            // Codes around 128 are centred in integers: in single precision small codes would drown in their offset.
+            let mut sums = _mm512_set1_epi32(if MIN { 0 } else { -128 * 4 * words as i32 });
             let mut dots = [_mm512_setzero_si512(); R];
-            let mut sums = _mm512_setzero_si512();
+            if !MIN {
+                for row in 0..R {
+                    let centre = blocks[row][index].centres[if SPLIT { part } else { 2 }];
+                    dots[row] = _mm512_set1_epi32(centre);
+                }
+            }
             for word in part * words..(part + 1) * words {
                 let weights = load_i512(&vectors[word]);
                 sums = _mm512_dpbusd_epi32(sums, weights, ones);
@@ -200,11 +199,12 @@ fn q8<const R: usize, const UNIT: usize, const MIN: bool, const SPLIT: bool>(
             }
             let sums = _mm512_cvtepi32_ps(sums);
             let scale = scales(tail, part);
-            let min = if MIN { scales(tail, 1) } else { _mm512_mul_ps(scale, _mm512_set1_ps(-128.0)) };
             for row in 0..R {
                 let block = &blocks[row][index];
-                let sum = if SPLIT { block.halves[part] } else { block.sum };
-                acc[row] = accumulate(acc[row], dots[row], sums, scale, min, block, sum);
+                acc[row] = accumulate(acc[row], dots[row], sums, scale, block);
+                if MIN {
+                    acc[row] = _mm512_fmadd_ps(scales(tail, 1), _mm512_set1_ps(block.sum), acc[row]);
+                }
             }
         }
     }

@@ -63,22 +63,41 @@ fn halves(bytes: &[u8]) -> [f32; PANEL] {
 fn group(ty: PackedType, unit: &[u8], x: &[i32; 8], block: &Block, acc: &mut [f32; PANEL]) {
     let scales = &unit[if ty == PackedType::Q4G32 { PANEL * GROUP / 2 } else { PANEL * GROUP }..];
     let first = halves(scales);
-    if ty == PackedType::Q8G16 {
-        let last = halves(&scales[2 * PANEL..]);
-        for (half, scales) in [first, last].iter().enumerate() {
-            let (dots, sums) = integers(ty, unit, x, 4 * half..4 * half + 4);
-            let minima = scales.map(|scale| scale * -128.0);
-            accumulate(&dots, &sums, scales, &minima, block, block.halves[half], acc);
+    match ty {
+        PackedType::Q8G16 => {
+            for (half, scales) in [first, halves(&scales[2 * PANEL..])].iter().enumerate() {
+                let (dots, sums) = integers(ty, unit, x, 4 * half..4 * half + 4);
+                centred(&dots, &sums, 16, scales, block, half, acc);
+            }
         }
-    } else {
-        let (dots, sums) = integers(ty, unit, x, 0..8);
-        let minima = if ty == PackedType::Q8G32 {
-            first.map(|scale| scale * -128.0)
-        } else {
-            halves(&scales[2 * PANEL..])
-        };
-        accumulate(&dots, &sums, &first, &minima, block, block.sum, acc);
+        PackedType::Q8G32 => {
+            let (dots, sums) = integers(ty, unit, x, 0..8);
+            centred(&dots, &sums, 32, &first, block, 2, acc);
+        }
+        _ => {
+            let (dots, sums) = integers(ty, unit, x, 0..8);
+            let minima = halves(&scales[2 * PANEL..]);
+            accumulate(&dots, &sums, &first, block, acc);
+            for (acc, min) in acc.iter_mut().zip(minima) {
+                *acc = fused(min, block.sum, *acc);
+            }
+        }
     }
+}
+
+/// As [`accumulate`], for `count` codes around 128, which are centred in integers: in single precision small codes would drown in their offset.
+fn centred(
+    dots: &[i32; PANEL],
+    sums: &[i32; PANEL],
+    count: i32,
+    scales: &[f32; PANEL],
+    block: &Block,
+    part: usize,
+    acc: &mut [f32; PANEL],
+) {
+    let dots = dots.map(|dot| dot + block.centres[part]);
+    let sums = sums.map(|sum| sum - 128 * count);
+    accumulate(&dots, &sums, scales, block, acc);
 }
 
 /// `Σ code·a.code` and `Σ code` per lane, over words `words` of 4 columns.
@@ -109,13 +128,11 @@ fn accumulate(
     dots: &[i32; PANEL],
     sums: &[i32; PANEL],
     scales: &[f32; PANEL],
-    minima: &[f32; PANEL],
     block: &Block,
-    sum: f32,
     acc: &mut [f32; PANEL],
 ) {
     for lane in 0..PANEL {
         let inner = fused(dots[lane] as f32, block.scale, sums[lane] as f32 * block.zero);
-        acc[lane] = fused(minima[lane], sum, fused(scales[lane], inner, acc[lane]));
+        acc[lane] = fused(scales[lane], inner, acc[lane]);
     }
 }
