@@ -15,6 +15,7 @@ use pagedd_engine::{Command, InboxFull, Submission};
 use pagedd_host::{Identity, Pidfd};
 use pagedd_sched::NewRequest;
 use pagedd_wire::gateway::{Answer, Closed, KeyEntry, Query, Refusal, Request, ToDaemon, ToGateway, Welcome};
+use pagedd_wire::worker::ModelInfo;
 use pagedd_wire::{FrameBuffer, FrameError, PROTOCOL, encode};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -314,8 +315,9 @@ impl GatewayTask {
         if let Some(closed) = closed(&facts, &self.model.state.borrow()) {
             return Err(Refusal::Closed(closed));
         }
-        let vocab = self.model.state.borrow().model().map_or(u32::MAX, |model| model.info.vocab_size);
-        check(&request, vocab)?;
+        if let Some(model) = self.model.state.borrow().model() {
+            check(&request, &model.info)?;
+        }
         let Request { prompt, sampling, n, max_tokens, stop_ids, on_leave, key, context } = request;
         let id = random_id().map_err(|e| {
             error!(error = %e, "no randomness for a request id");
@@ -411,10 +413,15 @@ fn closed(facts: &TenantFacts, state: &ModelState) -> Option<Closed> {
 }
 
 /// What a gateway has checked already, checked again: it has read a stranger's bytes, and the engine must not pay for that.
-fn check(request: &Request, vocab: u32) -> Result<(), Refusal> {
+fn check(request: &Request, info: &ModelInfo) -> Result<(), Refusal> {
+    let (vocab, limit) = (info.vocab_size, info.max_model_len);
     let invalid = |param: &str, message: String| Err(Refusal::Invalid { param: param.to_owned(), message });
     if request.prompt.is_empty() {
         return invalid("prompt", "the prompt has no tokens".to_owned());
+    }
+    if request.prompt.len() >= limit as usize {
+        let (prompt, max_tokens) = (request.prompt.len() as u32, request.max_tokens);
+        return Err(Refusal::ContextLength { prompt, max_tokens, limit });
     }
     if let Some(token) = request.prompt.iter().find(|token| **token >= vocab) {
         return invalid("prompt", format!("token {token} is not in the vocabulary of {vocab}"));

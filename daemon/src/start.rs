@@ -157,7 +157,7 @@ fn run(config: Config) -> Result<(), Failure> {
     let db = ControlDb::open(&config.state_dir).map_err(|e| state_failure(&e))?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
-        .max_blocking_threads(4)
+        .max_blocking_threads(16)
         .thread_name("pagedd-io")
         .build()
         .context("runtime")?;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use pagedd_core::PlanId;
 use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
 use pagedd_host::fdstore::FdStore;
-use pagedd_host::{Child, Sandbox, Spawn};
+use pagedd_host::{Child, Sandbox, Spawn, SpawnError};
 use pagedd_sched::{SequenceSnapshot, StepOutput, StepPlan};
 use pagedd_wire::worker::{Arena, FromWorker, Hello, ModelInfo, ToWorker};
 use pagedd_wire::{Channel, ChannelError};
@@ -34,7 +34,7 @@ pub type Environment = Vec<(OsString, OsString)>;
 const LOAD_SILENCE: Duration = Duration::from_mins(2);
 /// Shortest step deadline.
 const STEP_DEADLINE: Duration = Duration::from_secs(30);
-/// A step may take this many times what the slowest of its size took so far.
+/// A step may take this many times what the slowest took so far.
 const STEP_SLACK: u32 = 10;
 /// How long a killed process may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
@@ -107,8 +107,6 @@ struct Running {
 #[derive(Clone, Copy)]
 struct Submitted {
     plan: PlanId,
-    /// Input tokens of its rows.
-    tokens: u32,
     at: Instant,
 }
 
@@ -135,8 +133,8 @@ pub struct WorkerProcess {
     info: Option<ModelInfo>,
     /// The plan that is out.
     submitted: Option<Submitted>,
-    /// Slowest time per input token seen.
-    slowest_token: Duration,
+    /// Longest step that completed.
+    slowest_step: Duration,
 }
 
 /// Why a start came to nothing.
@@ -169,7 +167,7 @@ impl WorkerProcess {
             starts: 0,
             info: None,
             submitted: None,
-            slowest_token: Duration::ZERO,
+            slowest_step: Duration::ZERO,
         }
     }
 
@@ -219,7 +217,12 @@ impl WorkerProcess {
             identity: None,
             sandbox: Sandbox { no_new_privs: true },
         })
-        .map_err(|e| StartError::Final(e.to_string()))?;
+        .map_err(|e| match e {
+            SpawnError::Nul { .. } | SpawnError::FdNumber { .. } | SpawnError::Exec { .. } => {
+                StartError::Final(e.to_string())
+            }
+            SpawnError::Step { .. } => StartError::Retry(e.to_string()),
+        })?;
         let pid = child.pid();
         self.starts += 1;
         let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
@@ -325,19 +328,19 @@ impl Arenas {
 
 impl Worker for WorkerProcess {
     fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost> {
-        self.submitted = Some(Submitted { plan: plan.id, tokens: plan.input_tokens().0, at: Instant::now() });
+        self.submitted = Some(Submitted { plan: plan.id, at: Instant::now() });
         self.channel()?.send(&ToWorker::Plan(convert::plan(plan)), &[]).map_err(|e| lost(&e))
     }
 
     fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
-        let Some(Submitted { plan, tokens, at }) = self.submitted.take() else {
+        let Some(Submitted { plan, at }) = self.submitted.take() else {
             return Err(WorkerLost { reason: "no plan is out".to_owned() });
         };
-        let deadline = STEP_DEADLINE.max(self.slowest_token * tokens * STEP_SLACK);
+        let deadline = STEP_DEADLINE.max(self.slowest_step * STEP_SLACK);
         match self.channel()?.recv_timeout(deadline).map_err(|e| lost(&e))? {
             FromWorker::Output(output) if output.plan == plan.0 => {
                 self.attempts = 0;
-                self.slowest_token = self.slowest_token.max(at.elapsed() / tokens.max(1));
+                self.slowest_step = self.slowest_step.max(at.elapsed());
                 Ok(convert::output(output))
             }
             FromWorker::Output(output) => {

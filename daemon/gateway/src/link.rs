@@ -205,6 +205,12 @@ impl Link {
         self.welcome.borrow().clone()
     }
 
+    /// Returns once the daemon has told something.
+    pub async fn welcomed(&self) {
+        // The sender lives as long as this value.
+        let _ = self.welcome.subscribe().wait_for(Option::is_some).await;
+    }
+
     /// Tells of every change of the phase.
     #[must_use]
     pub fn phases(&self) -> watch::Receiver<Phase> {

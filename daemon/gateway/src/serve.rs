@@ -28,6 +28,9 @@ const WORKERS: usize = 2;
 const WORKER_IDLE: Duration = Duration::from_secs(10);
 /// Pause after a connection could not be accepted, for example for want of fds.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// How long connections wait in the backlog for the daemon's first word, so that the first client after a fork is not turned
+/// away by a gateway that knows nothing yet.
+const FIRST_WORD: Duration = Duration::from_secs(1);
 /// Connections before the daemon has said how many there may be.
 const FIRST_CONNECTIONS: u32 = 64;
 
@@ -101,6 +104,9 @@ impl Gateway {
 /// Accepts for ever.
 async fn accept(app: &Arc<App>, listener: &TcpListener, connections: &mut JoinSet<()>) {
     let count = Arc::new(AtomicU32::new(0));
+    if timeout(FIRST_WORD, app.link.welcomed()).await.is_err() {
+        warn!("the daemon says nothing");
+    }
     loop {
         let stream = tokio::select! {
             accepted = listener.accept() => match accepted {

@@ -1,19 +1,8 @@
 //! One count on one block, as a value.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use pagedd_core::BlockId;
 
 use crate::share::AccountId;
-
-static DROPPED: AtomicU64 = AtomicU64::new(0);
-
-/// How many leases of this process were dropped instead of released. Anything but 0 is a bug: their blocks stay held for the
-/// life of their pool.
-#[must_use]
-pub fn dropped_leases() -> u64 {
-    DROPPED.load(Ordering::Relaxed)
-}
 
 /// One block held by one owner.
 ///
@@ -21,7 +10,7 @@ pub fn dropped_leases() -> u64 {
 /// that the block is full, or that nobody shares it. Not `Clone`: a copy would be freed twice.
 ///
 /// It goes back with [`crate::BlockPool::release`]. One that is dropped takes its block out of use, since nobody can say any
-/// more who reads it; debug builds panic.
+/// more who reads it; [`crate::BlockPool::check_leases`] finds it.
 #[must_use = "a dropped lease is a leaked block"]
 #[derive(Debug)]
 pub struct BlockLease {
@@ -46,17 +35,8 @@ impl BlockLease {
         self.account
     }
 
-    /// Ends the value without the alarm; the pool has taken the count.
-    pub(crate) fn defuse(self) -> (BlockId, AccountId) {
-        let parts = (self.block, self.account);
-        std::mem::forget(self);
-        parts
-    }
-}
-
-impl Drop for BlockLease {
-    fn drop(&mut self) {
-        DROPPED.fetch_add(1, Ordering::Relaxed);
-        debug_assert!(std::thread::panicking(), "the lease of {} was dropped, not released", self.block);
+    /// Ends the value; the pool has taken the count.
+    pub(crate) fn into_parts(self) -> (BlockId, AccountId) {
+        (self.block, self.account)
     }
 }

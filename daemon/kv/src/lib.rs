@@ -15,7 +15,7 @@ mod share;
 mod table;
 
 pub use buddy::Place;
-pub use lease::{BlockLease, dropped_leases};
+pub use lease::BlockLease;
 pub use pool::{AllocError, BlockPool, CachedPrefix, Violation};
 pub use prefix::{BlockKey, Domain, DomainOwner, PrefixHasher};
 pub use share::{AccountId, Share, ShareError, Usage};

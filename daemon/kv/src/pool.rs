@@ -259,7 +259,7 @@ impl BlockPool {
     ///
     /// Release a sequence's blocks tail first: of one chain the block released last is evicted last.
     pub fn release(&mut self, lease: BlockLease) {
-        let (block, id) = lease.defuse();
+        let (block, id) = lease.into_parts();
         let (account, count, key) = match self.slots[block.0 as usize] {
             Slot::Held { account, count, key } if account == id => (account, count, key),
             Slot::Free | Slot::Held { .. } | Slot::Cached { .. } => return self.quarantine(block, id),

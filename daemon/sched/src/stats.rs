@@ -1,7 +1,6 @@
 //! Numbers for metrics and status, and the proof that the state is sound.
 
 use pagedd_core::{Blocks, SequenceId, TenantId};
-use pagedd_kv::dropped_leases;
 
 use crate::scheduler::Scheduler;
 use crate::sequence::State;
@@ -151,7 +150,7 @@ impl Scheduler {
                 free: self.pool.free(),
                 cached,
                 held,
-                quarantined: self.pool.quarantined() + dropped_leases(),
+                quarantined: self.pool.quarantined(),
             },
             plans_in_flight: self.flights.len() as u32,
         }

@@ -196,13 +196,11 @@ fn bug_4_forks_released_in_any_order_never_count_below_zero() {
 }
 
 #[test]
-fn a_dropped_lease_is_counted_and_its_block_stays_out_of_use() {
+fn a_dropped_lease_is_found_by_check_and_its_block_stays_out_of_use() {
     let mut pool = BlockPool::new(Blocks(1));
     let a = pool.open(share(0, 1)).unwrap();
     let lease = pool.allocate(a, anywhere()).unwrap();
-    let before = crate::dropped_leases();
-    assert_eq!(catch_unwind(|| drop(lease)).is_err(), cfg!(debug_assertions), "debug builds assert");
-    assert!(crate::dropped_leases() > before);
+    drop(lease);
     assert_eq!(pool.free(), Blocks(0));
     let found = pool.check_leases(std::iter::empty());
     assert_eq!(found, Err(Violation::Count { block: BlockId(0), count: 1, leases: 0 }));
