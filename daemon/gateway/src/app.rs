@@ -259,6 +259,8 @@ impl App {
         let answer = self.link.submit(ticket, frame).map_err(|_| ApiError::busy())?;
         let mut phases = self.link.phases();
         let answered = tokio::select! {
+            // An answer that has come counts: the client must learn the id of what was accepted.
+            biased;
             answered = answer => answered.map_err(|_| ApiError::shutting_down(None))?,
             _ = phases.wait_for(|phase| *phase == Phase::Ending) => return Err(ApiError::shutting_down(None)),
         };
@@ -266,10 +268,10 @@ impl App {
         reader.own(resumable);
         let id = reader.request();
         let form = context.form;
-        let delivery = Delivery::first(self, reader, &context, start).await?;
-        let response = match form {
-            Form::Stream { .. } => event_stream(delivery.stream()),
-            Form::Whole => match delivery.whole().await {
+        let response = match (Delivery::first(self, reader, &context, start).await, form) {
+            (Err(error), _) => refuse(&error),
+            (Ok(delivery), Form::Stream { .. }) => event_stream(delivery.stream()),
+            (Ok(delivery), Form::Whole) => match delivery.whole().await {
                 Ok(body) => json_answer(StatusCode::OK, body),
                 Err(error) => refuse(&error),
             },
