@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_config::{Amount, FIRST_TENANT_PORT, Percent, TenantName as CheckedName};
 use pagedd_control::{
     Command, ControlError, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed, KeyRevoke, MAX_LABEL,
-    MetricsText, Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges, TenantListed,
-    TenantRemove, TenantSet, TenantShown, TenantSpec, Walls,
+    MetricsText, Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges, TenantInfo,
+    TenantListed, TenantRemove, TenantSet, TenantShown, TenantSpec, Walls,
 };
 use pagedd_core::{Blocks, ModelId};
 use pagedd_engine::Command as EngineCommand;
@@ -22,11 +22,8 @@ use crate::gateway::Going;
 use crate::hub::Message;
 use crate::model::Model;
 use crate::status;
-use crate::tenants::{ShareAmounts, Tenant, TenantShop};
+use crate::tenants::{ENGINE_ANSWER, ShareAmounts, Tenant, TenantShop, Unserved};
 use crate::worker::ModelState;
-
-/// How long an engine may take to answer.
-const ENGINE_ANSWER: Duration = Duration::from_secs(30);
 
 /// Facts about the daemon itself, for status.
 pub struct Facts {
@@ -50,6 +47,8 @@ pub struct Daemon {
     pub models: Vec<Arc<Model>>,
     /// Tenants by name.
     pub tenants: BTreeMap<String, Tenant>,
+    /// Tenants whose model is not configured, by name.
+    pub unserved: BTreeMap<String, Unserved>,
     /// What tenants are built with.
     pub shop: TenantShop,
     /// Tenants and keys on disk.
@@ -140,9 +139,7 @@ impl Daemon {
             Command::TenantAdd(spec) => Reply::TenantAdded(self.add(spec).await?),
             Command::TenantSet(TenantSet { name, changes }) => Reply::Tenant(self.set(&name, changes).await?),
             Command::TenantRemove(remove) => Reply::TenantRemoved(self.remove(remove).await?),
-            Command::TenantList => Reply::Tenants(TenantListed {
-                tenants: self.tenants.values().map(|t| t.info(self.shop.address)).collect(),
-            }),
+            Command::TenantList => Reply::Tenants(TenantListed { tenants: self.infos() }),
             Command::TenantShow(name) => Reply::Tenant(self.shown(&name.name)?),
             Command::TenantSuspend(name) => Reply::Tenant(self.suspend(&name.name, true).await?),
             Command::TenantResume(name) => Reply::Tenant(self.suspend(&name.name, false).await?),
@@ -174,15 +171,30 @@ impl Daemon {
             durable: false,
             supervisor: self.facts.supervisor,
             models: self.models.iter().map(|model| status::model(model)).collect(),
-            tenants: self.tenants.values().map(|tenant| tenant.info(self.shop.address)).collect(),
+            tenants: self.infos(),
         }
     }
 
+    /// Every tenant, by name.
+    fn infos(&self) -> Vec<TenantInfo> {
+        let address = self.shop.address;
+        let mut infos: Vec<_> = self.tenants.values().map(|tenant| tenant.info(address)).collect();
+        infos.extend(self.unserved.values().map(|tenant| tenant.info(address)));
+        infos.sort_by(|a, b| a.name.cmp(&b.name));
+        infos
+    }
+
     fn tenant(&self, name: &str) -> Result<&Tenant, ControlError> {
-        self.tenants.get(name).ok_or_else(|| unknown_tenant(name))
+        self.tenants.get(name).ok_or_else(|| match self.unserved.get(name) {
+            Some(unserved) => unserved.error(),
+            None => unknown_tenant(name),
+        })
     }
 
     fn shown(&self, name: &str) -> Result<TenantShown, ControlError> {
+        if let Some(unserved) = self.unserved.get(name) {
+            return Ok(TenantShown { tenant: unserved.info(self.shop.address) });
+        }
         Ok(TenantShown { tenant: self.tenant(name)?.info(self.shop.address) })
     }
 
@@ -212,7 +224,7 @@ impl Daemon {
             .parse::<CheckedName>()
             .map_err(|e| ControlError::new(ErrorCode::InvalidName, e.to_string()))?
             .to_string();
-        if self.tenants.contains_key(&name) {
+        if self.tenants.contains_key(&name) || self.unserved.contains_key(&name) {
             return Err(ControlError::new(ErrorCode::DuplicateName, format!("a tenant `{name}` exists"))
                 .remedy("choose another name, or change this one with `pagedctl tenant set`"));
         }
@@ -248,6 +260,12 @@ impl Daemon {
             if let Ok(tenant) = opened {
                 tenant.close(&self.shop).await;
             }
+            // The engine may know it already, or learn of it late.
+            drop(
+                model
+                    .engine
+                    .send(EngineCommand::RemoveTenant { tenant: record.id, reply: Box::new(|()| {}) }),
+            );
             self.db.with(move |db| db.remove_tenant(record.id)).await?;
             return Err(error);
         }
@@ -259,14 +277,18 @@ impl Daemon {
 
     /// The port asked for, or the next free one.
     fn port(&self, asked: Option<u16>) -> Result<(u16, std::os::fd::OwnedFd), ControlError> {
-        let taken = |port: u16| self.tenants.values().find(|tenant| tenant.record.port == port);
+        let records = || {
+            let served = self.tenants.values().map(|tenant| &tenant.record);
+            served.chain(self.unserved.values().map(|tenant| &tenant.record))
+        };
+        let taken = |port: u16| records().find(|record| record.port == port);
         if let Some(port) = asked {
             if port == 0 {
                 return Err(ControlError::new(ErrorCode::InvalidPort, "port 0 is no port")
                     .remedy("name one, or leave --port away to get the next free one"));
             }
             if let Some(tenant) = taken(port) {
-                let message = format!("port {port} belongs to tenant `{}`", tenant.record.name);
+                let message = format!("port {port} belongs to tenant `{}`", tenant.name);
                 return Err(ControlError::new(ErrorCode::PortInUse, message).remedy("choose another port"));
             }
             return Ok((port, self.shop.bind(port)?));
@@ -362,6 +384,11 @@ impl Daemon {
 
     async fn remove(&mut self, remove: TenantRemove) -> Result<Removed, ControlError> {
         let TenantRemove { name, force } = remove;
+        if let Some(id) = self.unserved.get(&name).map(|unserved| unserved.record.id) {
+            self.db.with(move |db| db.remove_tenant(id)).await?;
+            self.unserved.remove(&name);
+            return Ok(Removed { id: id.0, name, cancelled: 0 });
+        }
         let tenant = self.tenant(&name)?;
         let info = tenant.info(self.shop.address);
         let live = info.running + info.waiting;

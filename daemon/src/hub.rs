@@ -25,7 +25,7 @@ const FRAME_ENTRIES: usize = 16 << 10;
 const RETRY: Duration = Duration::from_millis(10);
 /// How often time limits are looked at.
 const HOUSEKEEPING: Duration = Duration::from_millis(500);
-/// Memory that logs of finished requests may take; beyond it the oldest go before their time.
+/// Memory that logs of finished requests may take; beyond it the oldest of the tenant that has most go before their time.
 const FINISHED_BYTES: usize = 8 << 20;
 /// Entries of a finished tenant's drain rate.
 const RATE_WINDOW: usize = 64;
@@ -142,6 +142,13 @@ impl Log {
     }
 }
 
+/// Logs of one tenant's finished requests, oldest first, with what they weigh.
+#[derive(Default)]
+struct FinishedLogs {
+    order: VecDeque<(Instant, RequestId, usize)>,
+    bytes: usize,
+}
+
 struct Connection {
     tenant: TenantId,
     outbox: mpsc::Sender<ToGateway>,
@@ -168,8 +175,7 @@ pub struct Hub {
     counters: BTreeMap<TenantId, Counters>,
     /// Ends of requests, for each tenant's drain rate.
     ends: HashMap<TenantId, VecDeque<Instant>>,
-    /// Finished requests, oldest first, with what they weigh.
-    finished: VecDeque<(Instant, RequestId, usize)>,
+    finished: BTreeMap<TenantId, FinishedLogs>,
     finished_bytes: usize,
 }
 
@@ -183,7 +189,7 @@ impl Hub {
             connections: HashMap::new(),
             counters: BTreeMap::new(),
             ends: HashMap::new(),
-            finished: VecDeque::new(),
+            finished: BTreeMap::new(),
             finished_bytes: 0,
         }
     }
@@ -240,6 +246,7 @@ impl Hub {
             }
             Message::Forget(tenant) => {
                 self.logs.retain(|_, log| log.tenant != tenant);
+                self.finished_bytes -= self.finished.remove(&tenant).map_or(0, |logs| logs.bytes);
                 self.counters.remove(&tenant);
                 self.ends.remove(&tenant);
             }
@@ -330,7 +337,9 @@ impl Hub {
                 log.entries.shrink_to_fit();
                 log.ended = true;
                 let (bytes, now) = (log.bytes(), Instant::now());
-                self.finished.push_back((now, finished.request, bytes));
+                let logs = self.finished.entry(finished.tenant).or_default();
+                logs.order.push_back((now, finished.request, bytes));
+                logs.bytes += bytes;
                 self.finished_bytes += bytes;
                 let ends = self.ends.entry(finished.tenant).or_default();
                 if ends.len() == RATE_WINDOW {
@@ -451,15 +460,35 @@ impl Hub {
         }
     }
 
+    /// Drops the log that finished first of a tenant's.
+    fn drop_oldest(&mut self, tenant: TenantId) {
+        let Some(logs) = self.finished.get_mut(&tenant) else { return };
+        if let Some((_, request, bytes)) = logs.order.pop_front() {
+            self.logs.remove(&request);
+            logs.bytes -= bytes;
+            self.finished_bytes -= bytes;
+        }
+        if logs.order.is_empty() {
+            self.finished.remove(&tenant);
+        }
+    }
+
     /// Drops logs past their retention, and cancels what nobody reads any more.
     fn expire(&mut self, now: Instant) {
-        while let Some((at, request, bytes)) = self.finished.front() {
-            if now.duration_since(*at) < self.limits.retention && self.finished_bytes <= FINISHED_BYTES {
-                break;
+        let retention = self.limits.retention;
+        let tenants: Vec<TenantId> = self.finished.keys().copied().collect();
+        for tenant in tenants {
+            let over = |logs: &FinishedLogs| {
+                logs.order.front().is_some_and(|(at, ..)| now.duration_since(*at) >= retention)
+            };
+            while self.finished.get(&tenant).is_some_and(over) {
+                self.drop_oldest(tenant);
             }
-            self.finished_bytes -= bytes;
-            self.logs.remove(request);
-            self.finished.pop_front();
+        }
+        while self.finished_bytes > FINISHED_BYTES
+            && let Some((&most, _)) = self.finished.iter().max_by_key(|(_, logs)| logs.bytes)
+        {
+            self.drop_oldest(most);
         }
         let grace = self.limits.reattach_grace;
         let orphans: Vec<(ModelId, RequestId)> = self

@@ -17,10 +17,11 @@
 //! | [`model`] | one model: its engine's thread |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
 //! | [`metrics`], [`status`] | what operators see |
-//! | [`convert`], [`settings`], [`backoff`] | small parts |
+//! | [`convert`], [`settings`], [`backoff`], [`child`] | small parts |
 
 mod admin;
 mod backoff;
+mod child;
 mod convert;
 mod daemon;
 mod gateway;

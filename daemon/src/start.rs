@@ -39,7 +39,7 @@ use crate::gateway::GatewayLimits;
 use crate::hub::{self, Hub};
 use crate::metrics::Exporter;
 use crate::model::{self, Model, Surroundings};
-use crate::tenants::{ShareAmounts, TenantShop};
+use crate::tenants::{ShareAmounts, TenantShop, Unserved};
 
 /// Longest wait for running requests once the daemon is told to end.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -239,6 +239,9 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
     };
     // Every port is bound before anything is loaded: a port that is taken must not cost minutes to find out.
     let records = db.tenants().map_err(|e| state_failure(&e))?;
+    let (records, without_model): (Vec<_>, Vec<_>) = records
+        .into_iter()
+        .partition(|record| config.models.iter().any(|model| model.name.as_str() == record.model));
     let mut ports = BTreeMap::new();
     for record in &records {
         let listener = shop
@@ -272,10 +275,7 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
     let mut tenants = BTreeMap::new();
     for record in records {
         let name = record.name.clone();
-        let Some(model) = models.iter().find(|model| model.name == record.model) else {
-            warn!(tenant = name, model = record.model, "tenant is not served: its model is not configured");
-            continue;
-        };
+        let Some(model) = models.iter().find(|model| model.name == record.model) else { continue };
         let amount = |text: &str| {
             text.parse().map_err(|e| Failure::new(exit::STATE_DIR, format!("tenant `{name}`: {e}")))
         };
@@ -287,6 +287,15 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
             .map_err(|e| Failure::new(FAILED, format!("tenant `{name}`: {e}")))?;
         tenants.insert(name, tenant);
     }
+    let mut unserved = BTreeMap::new();
+    for record in without_model {
+        let name = record.name.clone();
+        warn!(tenant = name, model = record.model, "tenant is not served: its model is not configured");
+        let keys = db.keys(record.id).map_err(|e| state_failure(&e))?;
+        let keys = keys.iter().filter(|key| key.revoked_unix.is_none()).count() as u32;
+        unserved.insert(name, Unserved { record, keys });
+    }
+    release_unclaimed(&store);
 
     let facts = Facts {
         state_dir: config.state_dir.clone(),
@@ -299,7 +308,7 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
     for model in &models {
         tokio::spawn(watch_model(model.clone(), events.clone()));
     }
-    let daemon = Daemon { facts, models: models.clone(), tenants, shop, db: Db::new(db) };
+    let daemon = Daemon { facts, models: models.clone(), tenants, unserved, shop, db: Db::new(db) };
     tokio::spawn(daemon.run(inbox));
     let admin = tokio::spawn(socket.run(events.clone()));
     notify::ready().context("telling the supervisor")?;
@@ -320,6 +329,17 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
     Ok(())
 }
 
+/// Lets go of what an earlier daemon stored and this one has no use for: ports of tenants that are gone, which nobody could
+/// bind again, and weights of models that are.
+fn release_unclaimed(store: &FdStore) {
+    for name in store.names() {
+        match store.remove(&name) {
+            Ok(()) => info!(name, "an fd of an earlier daemon is not needed any more"),
+            Err(error) => warn!(name, %error, "an fd of an earlier daemon stays open"),
+        }
+    }
+}
+
 /// Returns once the keeper has ended, and never without a keeper.
 async fn keeper_gone(lifeline: Option<OwnedFd>) {
     if let Some(Ok(mut pipe)) = lifeline.map(pipe::Receiver::from_owned_fd) {
@@ -332,7 +352,7 @@ async fn keeper_gone(lifeline: Option<OwnedFd>) {
 
 /// Drains, then ends gateways, engines and workers, each within a bound.
 async fn end(events: &mpsc::Sender<Event>, models: &[Arc<Model>], threads: Vec<JoinHandle<()>>) {
-    drop(events.send(Event::Drain).await);
+    tell(events, Event::Drain).await;
     let busy = |model: &Arc<Model>| {
         let stats = model.stats.borrow();
         stats.scheduler.running() + stats.scheduler.waiting() > 0
@@ -349,7 +369,7 @@ async fn end(events: &mpsc::Sender<Event>, models: &[Arc<Model>], threads: Vec<J
         warn!(sequences = left, "not finished in time; their streams end with an event that says so");
     }
     let (sender, done) = oneshot::channel();
-    drop(events.send(Event::Shutdown(sender)).await);
+    tell(events, Event::Shutdown(sender)).await;
     if tokio::time::timeout(END, done).await.is_err() {
         warn!("gateways did not end in time");
     }
@@ -365,5 +385,12 @@ async fn end(events: &mpsc::Sender<Event>, models: &[Arc<Model>], threads: Vec<J
     });
     if tokio::time::timeout(END, joined).await.is_err() {
         warn!("engines did not end in time");
+    }
+}
+
+/// Tells the daemon's task, unless too many orders wait before it for too long.
+async fn tell(events: &mpsc::Sender<Event>, event: Event) {
+    if tokio::time::timeout(END, events.send(event)).await.is_err() {
+        warn!("admin commands take too long");
     }
 }

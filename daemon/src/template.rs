@@ -9,13 +9,14 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagedd_host::{Child, Sandbox, Spawn};
+use pagedd_host::{Sandbox, Spawn};
 use pagedd_wire::template::{FromTemplate, ToTemplate};
 use pagedd_wire::{Channel, ChannelError, PROTOCOL};
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::backoff::Backoff;
+use crate::child::OwnChild;
 use crate::worker::{CHILD_SOCKET, Environment};
 
 /// Longest time from start to `Ready`: a tokenizer of 128k entries takes about a second.
@@ -103,7 +104,7 @@ impl TemplateHandle {
 
 struct Template {
     spec: TemplateSpec,
-    running: Option<(Child, Channel)>,
+    running: Option<(OwnChild, Channel)>,
     backoff: Backoff,
     tickets: u64,
 }
@@ -146,16 +147,18 @@ impl Template {
         thread::sleep(self.backoff.next(Instant::now()));
         let failed = |what: &str, e: &dyn std::fmt::Display| ForkError::Failed(format!("{what}: {e}"));
         let (ours, theirs) = UnixStream::pair().map_err(|e| failed("socket pair", &e))?;
-        let child = pagedd_host::spawn(Spawn {
-            program: self.spec.program.clone(),
-            args: Vec::new(),
-            env: self.spec.env.clone(),
-            fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
-            cgroup: None,
-            identity: None,
-            sandbox: Sandbox { no_new_privs: true },
-        })
-        .map_err(|e| failed("template process", &e))?;
+        let child = OwnChild::from(
+            pagedd_host::spawn(Spawn {
+                program: self.spec.program.clone(),
+                args: Vec::new(),
+                env: self.spec.env.clone(),
+                fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
+                cgroup: None,
+                identity: None,
+                sandbox: Sandbox { no_new_privs: true },
+            })
+            .map_err(|e| failed("template process", &e))?,
+        );
         let mut channel = Channel::new(ours).map_err(|e| failed("template's socket", &e))?;
         let started = Instant::now();
         channel
@@ -196,16 +199,8 @@ impl Template {
             cgroup: false,
         };
         let result = Self::exchange(channel, &message, fork, self.tickets);
-        if let Err(
-            ChannelError::Closed
-            | ChannelError::TimedOut(_)
-            | ChannelError::Frame(_)
-            | ChannelError::MissingFd,
-        ) = result
-            && let Some((child, _)) = self.running.take()
-            && let Err(error) = child.kill()
-        {
-            warn!(pid = child.pid(), %error, "template process could not be killed");
+        if result.is_err() {
+            self.running = None;
         }
         result.map_err(|e| ForkError::Failed(format!("template process: {e}")))?
     }

@@ -6,6 +6,7 @@
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use pagedd_config::Amount;
 use pagedd_control::{
@@ -18,7 +19,7 @@ use pagedd_host::fdstore::FdStore;
 use pagedd_host::identity::Identities;
 use pagedd_host::net::{BindError, bind_tcp};
 use pagedd_journal::{KeyRow, TenantRow};
-use pagedd_sched::ShareSpec;
+use pagedd_sched::{ShareError, ShareSpec};
 use pagedd_wire::gateway::KeyEntry;
 use pagedd_wire::worker::ModelInfo;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -26,10 +27,13 @@ use tokio::task::JoinHandle;
 use tracing::warn;
 
 use crate::gateway::{GatewayLimits, GatewayState, GatewayTask, Going, TenantFacts};
-use crate::hub::Message;
+use crate::hub::{Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
 use crate::worker::ModelState;
+
+/// How long an engine may take to answer an admin command: nobody else is obeyed meanwhile.
+pub const ENGINE_ANSWER: Duration = Duration::from_secs(10);
 
 /// A tenant that runs.
 pub struct Tenant {
@@ -47,6 +51,53 @@ pub struct Tenant {
     facts: watch::Sender<TenantFacts>,
     gateway: watch::Receiver<(GatewayState, u32)>,
     task: JoinHandle<()>,
+}
+
+/// A tenant that is known and cannot run: its model is not configured. Its port is not bound.
+pub struct Unserved {
+    /// As control.db has it.
+    pub record: TenantRow,
+    /// Keys that are not revoked.
+    pub keys: u32,
+}
+
+impl Unserved {
+    /// Why an order cannot be carried out, and what helps.
+    pub fn error(&self) -> ControlError {
+        let TenantRow { name, model, .. } = &self.record;
+        let message = format!("tenant `{name}` is not served: its model `{model}` is not configured");
+        ControlError::new(ErrorCode::UnknownModel, message).remedy(format!(
+            "add the model to the configuration and restart, or remove the tenant with `pagedctl tenant remove {name}`"
+        ))
+    }
+
+    /// As `pagedctl` shows it.
+    pub fn info(&self, address: IpAddr) -> TenantInfo {
+        let TenantRow { id, name, port, model, kv_floor, kv_ceiling, auth, created_unix, .. } = &self.record;
+        let error = format!("model `{model}` is not configured");
+        TenantInfo {
+            id: id.0,
+            name: name.clone(),
+            state: TenantState::Failed { error: error.clone() },
+            port: *port,
+            url: format!("http://{}", SocketAddr::new(address, *port)),
+            model: model.clone(),
+            auth: *auth,
+            keys: self.keys,
+            share: ShareInfo {
+                floor: kv_floor.clone(),
+                ceiling: kv_ceiling.clone(),
+                floor_blocks: None,
+                ceiling_blocks: None,
+                held_blocks: 0,
+                cached_blocks: 0,
+            },
+            running: 0,
+            waiting: 0,
+            gateway: GatewayInfo { state: ShownGateway::Failed { error }, pid: None, restarts: 0 },
+            created_unix: *created_unix,
+        }
+    }
 }
 
 /// A floor and a ceiling as amounts.
@@ -256,15 +307,6 @@ impl Tenant {
         let Some(info) = self.model.state.borrow().model().map(|model| model.info.clone()) else {
             return Ok(());
         };
-        let spec = share.in_blocks(&info);
-        let (sender, answer) = oneshot::channel();
-        let command = Command::SetShare {
-            tenant: self.id(),
-            share: spec,
-            reply: Box::new(move |result| {
-                let _ = sender.send(result);
-            }),
-        };
         let busy = || {
             ControlError::new(
                 ErrorCode::Busy,
@@ -272,11 +314,29 @@ impl Tenant {
             )
             .remedy("try again; `pagedctl status` shows the model's state")
         };
+        let (command, answer) = self.share_command(share.in_blocks(&info));
         self.model.engine.send(command).map_err(|_| busy())?;
-        answer.await.map_err(|_| busy())?.map_err(|e| {
+        let Ok(answered) = tokio::time::timeout(ENGINE_ANSWER, answer).await else {
+            // The engine will still get to it: what is in force then is to be what the caller goes on with.
+            let (back, _) = self.share_command(self.share.in_blocks(&info));
+            drop(self.model.engine.send(back));
+            return Err(busy());
+        };
+        answered.map_err(|_| busy())?.map_err(|e| {
             ControlError::new(ErrorCode::FloorsExceedPool, format!("tenant `{}`: {e}", self.record.name))
                 .remedy("lower this floor or another tenant's; `pagedctl tenant list` shows them")
         })
+    }
+
+    fn share_command(
+        &self,
+        share: ShareSpec,
+    ) -> (Command<Box<Ticket>>, oneshot::Receiver<Result<(), ShareError>>) {
+        let (sender, answer) = oneshot::channel();
+        let reply = Box::new(move |result| {
+            let _ = sender.send(result);
+        });
+        (Command::SetShare { tenant: self.id(), share, reply }, answer)
     }
 
     /// As `pagedctl` shows it.

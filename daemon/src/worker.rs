@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use pagedd_core::PlanId;
 use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
 use pagedd_host::fdstore::FdStore;
-use pagedd_host::{Child, Sandbox, Spawn, SpawnError};
+use pagedd_host::{Sandbox, Spawn, SpawnError};
 use pagedd_sched::{SequenceSnapshot, StepOutput, StepPlan};
 use pagedd_wire::worker::{Arena, FromWorker, Hello, ModelInfo, ToWorker};
 use pagedd_wire::{Channel, ChannelError};
@@ -22,6 +22,7 @@ use tokio::sync::watch;
 use tracing::{info, warn};
 
 use crate::backoff::Backoff;
+use crate::child::OwnChild;
 use crate::convert;
 
 /// The fd that a child finds its socket on.
@@ -34,6 +35,8 @@ pub type Environment = Vec<(OsString, OsString)>;
 const LOAD_SILENCE: Duration = Duration::from_mins(2);
 /// Shortest step deadline.
 const STEP_DEADLINE: Duration = Duration::from_secs(30);
+/// Longest step deadline: a worker that stood still for a while and went on is no reason to wait for the next one for hours.
+const LONGEST_STEP_DEADLINE: Duration = Duration::from_mins(5);
 /// A step may take this many times what the slowest took so far.
 const STEP_SLACK: u32 = 10;
 /// How long a killed process may take to be gone.
@@ -100,7 +103,7 @@ pub struct WorkerSpec {
 }
 
 struct Running {
-    child: Child,
+    child: OwnChild,
     channel: Channel,
 }
 
@@ -197,7 +200,9 @@ impl WorkerProcess {
         }
     }
 
-    fn exhausted(&self, reason: String) -> WorkersExhausted {
+    fn exhausted(&mut self, reason: String) -> WorkersExhausted {
+        // The last one may hang, or be a zombie.
+        self.running = None;
         self.state.send_replace(ModelState::Failed { error: reason.clone() });
         WorkersExhausted { reason }
     }
@@ -225,6 +230,9 @@ impl WorkerProcess {
         })?;
         let pid = child.pid();
         self.starts += 1;
+        let child = OwnChild::from(child);
+        // A worker that hangs need not read either.
+        ours.set_write_timeout(Some(STEP_DEADLINE)).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let running = self.running.insert(Running { child, channel });
         let hello = Hello {
@@ -336,7 +344,7 @@ impl Worker for WorkerProcess {
         let Some(Submitted { plan, at }) = self.submitted.take() else {
             return Err(WorkerLost { reason: "no plan is out".to_owned() });
         };
-        let deadline = STEP_DEADLINE.max(self.slowest_step * STEP_SLACK);
+        let deadline = deadline(self.slowest_step);
         match self.channel()?.recv_timeout(deadline).map_err(|e| lost(&e))? {
             FromWorker::Output(output) if output.plan == plan.0 => {
                 self.attempts = 0;
@@ -371,6 +379,22 @@ impl Worker for WorkerProcess {
     }
 }
 
+/// How long a step may take where the slowest took `slowest`.
+fn deadline(slowest: Duration) -> Duration {
+    (slowest * STEP_SLACK).clamp(STEP_DEADLINE, LONGEST_STEP_DEADLINE)
+}
+
 fn lost(error: &ChannelError) -> WorkerLost {
     WorkerLost { reason: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_slow_step_does_not_let_the_next_hang_for_hours() {
+        let seconds = |slowest| deadline(Duration::from_secs(slowest)).as_secs();
+        assert_eq!([0, 1, 5, 29, 299].map(seconds), [30, 30, 50, 290, 300]);
+    }
 }

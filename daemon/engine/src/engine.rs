@@ -57,11 +57,28 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         Self { config, inbox, scheduler, worker, journal, observer, start, observed: None, stats }
     }
 
-    /// Runs until [`Command::Stop`] or until every handle is gone.
+    /// Runs until [`Command::Stop`] or until every handle is gone, also where no worker can be had: then every request fails,
+    /// those too that were in the inbox or come later, so that none waits for ever.
     ///
     /// # Errors
-    /// [`WorkersExhausted`]: no worker can be had; every request was finished as failed.
+    /// [`WorkersExhausted`]: no worker could be had; every request was finished as failed.
     pub fn run(mut self) -> Result<(), WorkersExhausted> {
+        self.steps().inspect_err(|_| self.run_without_worker())
+    }
+
+    /// Fails every request that still comes.
+    fn run_without_worker(&mut self) {
+        while let Ok(command) = self.inbox.receiver.recv() {
+            if self.obey(command).is_break() {
+                return;
+            }
+            let finished = self.scheduler.fail_all();
+            self.commit_finished(finished);
+            self.observe(true);
+        }
+    }
+
+    fn steps(&mut self) -> Result<(), WorkersExhausted> {
         loop {
             if self.drain_inbox().is_break() {
                 return Ok(());

@@ -64,6 +64,27 @@ impl Worker for Scripted {
     }
 }
 
+/// Dies at once; while another worker is looked for in vain, a request comes.
+struct LateRequest {
+    handle: EngineHandle<&'static str>,
+}
+
+impl Worker for LateRequest {
+    fn submit(&mut self, _: &StepPlan) -> Result<(), WorkerLost> {
+        Err(WorkerLost { reason: "scripted".to_owned() })
+    }
+
+    fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
+        Err(WorkerLost { reason: "scripted".to_owned() })
+    }
+
+    fn recover(&mut self, _: Vec<SequenceSnapshot>) -> Result<(), WorkersExhausted> {
+        let submission = Submission { request: request(5, 2), ticket: "late" };
+        self.handle.send(Command::Submit(Box::new(submission))).map_err(|(full, _)| full).expect("room");
+        Err(WorkersExhausted { reason: "scripted".to_owned() })
+    }
+}
+
 struct Recorder {
     events: Events,
     handle: EngineHandle<&'static str>,
@@ -127,15 +148,8 @@ fn request(prompt: u32, max_tokens: u32) -> NewRequest {
     }
 }
 
-/// Runs `submissions` until `open` of them ended, with a worker that dies as scripted.
-fn run(
-    submissions: Vec<Submission<&'static str>>,
-    deaths: &[bool],
-    recoveries: usize,
-) -> (Vec<String>, Result<(), WorkersExhausted>) {
-    let events = Events::default();
-    let (handle, commands) = inbox(64);
-    let mut scheduler = Scheduler::new(SchedulerConfig {
+fn scheduler() -> Scheduler {
+    Scheduler::new(SchedulerConfig {
         block_size: Tokens(16),
         capacity: Blocks(8),
         max_num_seqs: 4,
@@ -146,7 +160,18 @@ fn run(
         cache_key: [0; 32],
         weight_digest: [0; 16],
         prefix_cache: true,
-    });
+    })
+}
+
+/// Runs `submissions` until `open` of them ended, with a worker that dies as scripted.
+fn run(
+    submissions: Vec<Submission<&'static str>>,
+    deaths: &[bool],
+    recoveries: usize,
+) -> (Vec<String>, Result<(), WorkersExhausted>) {
+    let events = Events::default();
+    let (handle, commands) = inbox(64);
+    let mut scheduler = scheduler();
     scheduler
         .set_share(TENANT, ShareSpec { floor: Blocks(0), ceiling: Blocks(8) })
         .expect("a share of everything");
@@ -225,6 +250,22 @@ fn without_any_worker_every_request_ends_as_failed_and_the_engine_says_why() {
     );
     assert_eq!(result, Err(WorkersExhausted { reason: "scripted".to_owned() }));
     assert_eq!(events.iter().filter(|event| *event == "finished failed").count(), 2, "{events:?}");
+}
+
+#[test]
+fn a_request_that_waited_for_a_worker_in_vain_ends_as_failed_too() {
+    // The scheduler refuses nothing of this while the worker is being replaced: what is in the inbox then must have an answer.
+    let events = Events::default();
+    let (handle, commands) = inbox(8);
+    let journal = Recorder { events: events.clone(), handle: handle.clone(), open: 2 };
+    let mut scheduler = scheduler();
+    scheduler.set_share(TENANT, ShareSpec { floor: Blocks(0), ceiling: Blocks(8) }).expect("a share");
+    scheduler.admit(request(4, 2)).expect("room");
+    let late = LateRequest { handle };
+    let config = EngineConfig::default();
+    let result = Engine::new(config, commands, scheduler, late, journal, Silent, Instant::now()).run();
+    assert_eq!(result, Err(WorkersExhausted { reason: "scripted".to_owned() }));
+    assert_eq!(events.take(), ["finished failed", "admitted late", "finished failed"]);
 }
 
 #[test]

@@ -268,21 +268,40 @@ fn a_finished_request_can_be_read_until_its_retention_is_over() {
     assert_eq!(bench.hub.finished_bytes, 0);
 }
 
+/// A request of `tenant` that ended at once, with a long context.
+fn heavy(bench: &mut Bench, tenant: TenantId, request: RequestId) {
+    let ticket = Ticket { tenant, context: vec![0; 100 << 10], ..ticket(1) };
+    bench.hub.handle(Message::Admitted(request, Box::new(ticket)));
+    let ended = Ended { prompt_tokens: Tokens(3), cached_tokens: Tokens(0), output_tokens: Tokens(0) };
+    let finished = Finished { request, tenant, choice: 0, reason: FinishReason::Stop, ended: Some(ended) };
+    bench.hub.handle(Message::Step(StepRecord { tokens: Vec::new(), finished: vec![finished] }));
+}
+
 #[test]
 fn logs_of_finished_requests_take_bounded_memory() {
     let mut bench = bench();
     let _frames = bench.up(TENANT, 1, 100);
     for i in 0..200_u8 {
-        let request = RequestId([i; 16]);
-        let ticket = Ticket { context: vec![0; 100 << 10], ..ticket(1) };
-        bench.hub.handle(Message::Admitted(request, Box::new(ticket)));
-        let ended = Ended { prompt_tokens: Tokens(3), cached_tokens: Tokens(0), output_tokens: Tokens(0) };
-        let finished =
-            Finished { request, tenant: TENANT, choice: 0, reason: FinishReason::Stop, ended: Some(ended) };
-        bench.hub.handle(Message::Step(StepRecord { tokens: Vec::new(), finished: vec![finished] }));
+        heavy(&mut bench, TENANT, RequestId([i; 16]));
     }
     bench.hub.expire(Instant::now());
     assert!(bench.hub.finished_bytes <= FINISHED_BYTES, "{} bytes", bench.hub.finished_bytes);
     assert!(!bench.hub.logs.contains_key(&RequestId([0; 16])), "the oldest went first");
     assert!(bench.hub.logs.contains_key(&RequestId([199; 16])), "the youngest stays");
+}
+
+#[test]
+fn a_tenant_that_fills_the_memory_of_finished_logs_drops_its_own_and_not_those_of_others() {
+    let mut bench = bench();
+    let others = RequestId([200; 16]);
+    heavy(&mut bench, STRANGER, others);
+    for i in 0..200_u8 {
+        heavy(&mut bench, TENANT, RequestId([i; 16]));
+    }
+    bench.hub.expire(Instant::now());
+    assert!(bench.hub.finished_bytes <= FINISHED_BYTES, "{} bytes", bench.hub.finished_bytes);
+    assert!(bench.hub.logs.contains_key(&others), "the oldest of all, but not of the tenant that has most");
+    bench.hub.handle(Message::Forget(TENANT));
+    bench.hub.handle(Message::Forget(STRANGER));
+    assert_eq!((bench.hub.finished_bytes, bench.hub.logs.len()), (0, 0));
 }
