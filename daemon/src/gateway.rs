@@ -27,7 +27,7 @@ use crate::backoff::Backoff;
 use crate::hub::{ConnectionId, Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
-use crate::template::{Fork, ForkError};
+use crate::template::{Fork, ForkError, Forked};
 use crate::worker::ModelState;
 
 /// Frames that may wait for a gateway: more than it can have questions open.
@@ -79,7 +79,7 @@ pub enum GatewayState {
     },
     /// Died, and waits for its next start.
     Restarting,
-    /// Cannot be started: the model has no usable tokenizer or chat template.
+    /// Runs, and only says why it cannot serve: the model has no usable tokenizer or chat template.
     Failed(String),
 }
 
@@ -118,6 +118,15 @@ pub struct GatewayTask {
     pub exporter: Exporter,
     /// Limits.
     pub limits: GatewayLimits,
+    /// Why the gateway that runs has neither tokenizer nor chat template.
+    pub broken: Option<String>,
+}
+
+/// A gateway that was forked.
+struct Started {
+    socket: UnixStream,
+    pidfd: Pidfd,
+    broken: Option<String>,
 }
 
 /// How a connection came to its end.
@@ -143,12 +152,11 @@ impl GatewayTask {
                 } => started,
             };
             let (ended, pidfd) = match started {
-                Ok((socket, pidfd)) => (self.talk(socket).await, pidfd),
-                Err(ForkError::Model(error)) => {
-                    self.state.send_modify(|(state, _)| *state = GatewayState::Failed(error));
-                    return;
+                Ok(Started { socket, pidfd, broken }) => {
+                    self.broken = broken;
+                    (self.talk(socket).await, pidfd)
                 }
-                Err(ForkError::Failed(error)) => {
+                Err(ForkError(error)) => {
                     warn!(tenant = self.name, error, "gateway did not start");
                     self.state.send_modify(|(state, starts)| {
                         (*state, *starts) = (GatewayState::Restarting, *starts + 1);
@@ -168,8 +176,8 @@ impl GatewayTask {
     }
 
     /// Has a gateway forked.
-    async fn start(&self) -> Result<(UnixStream, Pidfd), ForkError> {
-        let failed = |e: io::Error| ForkError::Failed(e.to_string());
+    async fn start(&self) -> Result<Started, ForkError> {
+        let failed = |e: io::Error| ForkError(e.to_string());
         let (ours, theirs) = StdUnixStream::pair().map_err(failed)?;
         ours.set_nonblocking(true).map_err(failed)?;
         let fork = Fork {
@@ -179,11 +187,14 @@ impl GatewayTask {
             socket: theirs,
         };
         let forked = self.model.template.fork(fork).await?;
-        let pid = forked.pid;
+        let Forked { pid, pidfd, broken } = forked;
         info!(tenant = self.name, pid, "gateway runs");
-        self.state
-            .send_modify(|(state, starts)| (*state, *starts) = (GatewayState::Running { pid }, *starts + 1));
-        Ok((UnixStream::from_std(ours).map_err(failed)?, Pidfd::from(forked.pidfd)))
+        let runs = match &broken {
+            None => GatewayState::Running { pid },
+            Some(error) => GatewayState::Failed(error.clone()),
+        };
+        self.state.send_modify(|(state, starts)| (*state, *starts) = (runs, *starts + 1));
+        Ok(Started { socket: UnixStream::from_std(ours).map_err(failed)?, pidfd: Pidfd::from(pidfd), broken })
     }
 
     /// Speaks to a gateway until one side ends.
@@ -312,7 +323,7 @@ impl GatewayTask {
     /// Checks a request and puts it into its engine's inbox.
     fn submit(&self, connection: ConnectionId, ticket: u64, request: Request) -> Result<(), Refusal> {
         let facts = self.facts.borrow();
-        if let Some(closed) = closed(&facts, &self.model.state.borrow()) {
+        if let Some(closed) = self.closed(&facts, &self.model.state.borrow()) {
             return Err(Refusal::Closed(closed));
         }
         if let Some(model) = self.model.state.borrow().model() {
@@ -354,7 +365,7 @@ impl GatewayTask {
     }
 
     fn health(&self) -> Answer {
-        let closed = closed(&self.facts.borrow(), &self.model.state.borrow());
+        let closed = self.closed(&self.facts.borrow(), &self.model.state.borrow());
         let reason = closed.map(|closed| match closed {
             Closed::Suspended => "the tenant is suspended".to_owned(),
             Closed::Draining => "the daemon is going down".to_owned(),
@@ -374,6 +385,11 @@ impl GatewayTask {
         Answer::Health { ready: reason.is_none(), reason, last_step_ms, running, waiting }
     }
 
+    /// Why nothing is admitted.
+    fn closed(&self, facts: &TenantFacts, state: &ModelState) -> Option<Closed> {
+        closed(facts, state).or_else(|| self.broken.clone().map(Closed::Failed))
+    }
+
     fn welcome(&self, facts: &TenantFacts, state: &ModelState) -> Welcome {
         let info = state.model().map(|model| &model.info);
         Welcome {
@@ -389,7 +405,7 @@ impl GatewayTask {
             header_timeout_ms: self.limits.header_timeout_ms,
             idle_timeout_ms: self.limits.idle_timeout_ms,
             keys: facts.keys.clone(),
-            closed: closed(facts, state),
+            closed: self.closed(facts, state),
         }
     }
 }

@@ -59,18 +59,14 @@ pub struct Forked {
     pub pid: u32,
     /// Readable once it has ended.
     pub pidfd: OwnedFd,
+    /// Why it has neither tokenizer nor chat template, where the model's cannot be loaded: it answers, and serves nothing.
+    pub broken: Option<String>,
 }
 
-/// Why there is no gateway.
+/// There is no gateway; trying again may help.
 #[derive(thiserror::Error, Debug)]
-pub enum ForkError {
-    /// Trying again is not worth while: the model's tokenizer or chat template cannot be loaded.
-    #[error("{0}")]
-    Model(String),
-    /// Trying again may help.
-    #[error("{0}")]
-    Failed(String),
-}
+#[error("{0}")]
+pub struct ForkError(pub String);
 
 type Order = (Fork, oneshot::Sender<Result<Forked, ForkError>>);
 
@@ -93,43 +89,53 @@ impl TemplateHandle {
     pub async fn fork(&self, fork: Fork) -> Result<Forked, ForkError> {
         let (answer, answered) = oneshot::channel();
         self.orders.try_send((fork, answer)).map_err(|e| {
-            ForkError::Failed(match e {
+            ForkError(match e {
                 TrySendError::Full(_) => "too many gateways wait for their fork".to_owned(),
                 TrySendError::Disconnected(_) => "the template's thread ended".to_owned(),
             })
         })?;
-        answered.await.unwrap_or_else(|_| Err(ForkError::Failed("the template's thread ended".to_owned())))
+        answered.await.unwrap_or_else(|_| Err(ForkError("the template's thread ended".to_owned())))
     }
 }
 
 struct Template {
     spec: TemplateSpec,
     running: Option<(OwnChild, Channel)>,
+    /// Why the process that runs forks gateways that serve nothing.
+    broken: Option<String>,
     backoff: Backoff,
     tickets: u64,
 }
 
 impl Template {
     fn new(spec: TemplateSpec) -> Self {
-        Self { spec, running: None, backoff: Backoff::new(5, Duration::from_secs(10)), tickets: 0 }
+        Self {
+            spec,
+            running: None,
+            broken: None,
+            backoff: Backoff::new(5, Duration::from_secs(10)),
+            tickets: 0,
+        }
     }
 
     fn run(mut self, orders: &Receiver<Order>) {
-        let mut broken = self.ensure().err();
+        let mut ready = self.ensure();
         loop {
+            if let Err(error) = &ready {
+                warn!(model = self.spec.model, %error, "no template process");
+            }
             match orders.recv_timeout(LOOK) {
                 Ok((fork, answer)) => {
-                    let result = self.ensure().and_then(|()| self.fork(&fork));
+                    ready = self.ensure();
+                    let forked = match &ready {
+                        Ok(()) => self.fork(&fork),
+                        Err(ForkError(error)) => Err(ForkError(error.clone())),
+                    };
                     // A tenant that went away in the meantime drops the socket, and the gateway exits on its end of file.
-                    drop(answer.send(result));
+                    drop(answer.send(forked));
                 }
-                Err(RecvTimeoutError::Timeout) => {
-                    // Kept warm, so that a gateway's death costs a fork and not a load. A model that cannot be loaded is
-                    // tried again only when a gateway is wanted.
-                    if !matches!(broken, Some(ForkError::Model(_))) {
-                        broken = self.ensure().err();
-                    }
-                }
+                // Kept warm, so that a gateway's death costs a fork and not a load.
+                Err(RecvTimeoutError::Timeout) => ready = self.ensure(),
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
@@ -145,7 +151,7 @@ impl Template {
             self.running = None;
         }
         thread::sleep(self.backoff.next(Instant::now()));
-        let failed = |what: &str, e: &dyn std::fmt::Display| ForkError::Failed(format!("{what}: {e}"));
+        let failed = |what: &str, e: &dyn std::fmt::Display| ForkError(format!("{what}: {e}"));
         let (ours, theirs) = UnixStream::pair().map_err(|e| failed("socket pair", &e))?;
         let child = OwnChild::from(
             pagedd_host::spawn(Spawn {
@@ -174,22 +180,25 @@ impl Template {
                     ms,
                     "tokenizer and chat template loaded"
                 );
+                self.broken = None;
                 self.running = Some((child, channel));
                 Ok(())
             }
             FromTemplate::Failed { error } => {
                 warn!(model = self.spec.model, error, "tokenizer or chat template cannot be loaded");
-                Err(ForkError::Model(error))
+                self.broken = Some(error);
+                self.running = Some((child, channel));
+                Ok(())
             }
             FromTemplate::Forked { .. } | FromTemplate::ForkFailed { .. } => {
-                Err(ForkError::Failed("the template answered a load with a fork".to_owned()))
+                Err(ForkError("the template answered a load with a fork".to_owned()))
             }
         }
     }
 
     fn fork(&mut self, fork: &Fork) -> Result<Forked, ForkError> {
         let Some((_, channel)) = &mut self.running else {
-            return Err(ForkError::Failed("no template process".to_owned()));
+            return Err(ForkError("no template process".to_owned()));
         };
         self.tickets += 1;
         let message = ToTemplate::Fork {
@@ -202,7 +211,8 @@ impl Template {
         if result.is_err() {
             self.running = None;
         }
-        result.map_err(|e| ForkError::Failed(format!("template process: {e}")))?
+        let forked = result.map_err(|e| ForkError(format!("template process: {e}")))??;
+        Ok(Forked { broken: self.broken.clone(), ..forked })
     }
 
     fn exchange(
@@ -217,14 +227,14 @@ impl Template {
                 FromTemplate::Forked { ticket, pid } => {
                     let pidfd = channel.take_fd()?;
                     if ticket == expected {
-                        return Ok(Ok(Forked { pid, pidfd }));
+                        return Ok(Ok(Forked { pid, pidfd, broken: None }));
                     }
                 }
                 FromTemplate::ForkFailed { ticket, error } if ticket == expected => {
-                    return Ok(Err(ForkError::Failed(error)));
+                    return Ok(Err(ForkError(error)));
                 }
                 FromTemplate::ForkFailed { .. } | FromTemplate::Ready { .. } => {}
-                FromTemplate::Failed { error } => return Ok(Err(ForkError::Failed(error))),
+                FromTemplate::Failed { error } => return Ok(Err(ForkError(error))),
             }
         }
     }

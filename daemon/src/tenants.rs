@@ -230,6 +230,7 @@ impl TenantShop {
             hub: self.hub.clone(),
             exporter: self.exporter.clone(),
             limits: self.limits,
+            broken: None,
         };
         let task = tokio::spawn(task.run());
         Ok(Tenant { record, keys, model: model.clone(), share, identity, listener, facts, gateway, task })

@@ -33,9 +33,6 @@ pub enum TemplateError {
     /// The first frame is no `Load` of this protocol.
     #[error("the daemon speaks another protocol: this program speaks version {PROTOCOL}")]
     Protocol,
-    /// Tokenizer or chat template; the daemon was told.
-    #[error("{0}")]
-    Load(String),
     /// The host.
     #[error("{what}: {source}")]
     Io {
@@ -63,7 +60,6 @@ pub fn run(socket: UnixStream) -> Result<Outcome, TemplateError> {
     let mut channel =
         Channel::new(socket).map_err(|source| TemplateError::Io { what: "the daemon's socket", source })?;
     let text = load(&mut channel)?;
-    channel.send(&FromTemplate::Ready { vocab_size: text.vocab_size() }, &[])?;
     let mut children: Vec<Child> = Vec::new();
     loop {
         let message = match channel.recv_timeout(Duration::ZERO) {
@@ -105,19 +101,22 @@ pub fn run(socket: UnixStream) -> Result<Outcome, TemplateError> {
     }
 }
 
+/// Loads, and tells the daemon. Where that fails gateways are forked all the same: a port that says why is better than one that
+/// nobody answers on.
 fn load(channel: &mut Channel) -> Result<Arc<Text>, TemplateError> {
     let path = match channel.recv()? {
         ToTemplate::Load { protocol: PROTOCOL, path } => path,
         ToTemplate::Load { .. } | ToTemplate::Fork { .. } => return Err(TemplateError::Protocol),
     };
-    match Text::open(Path::new(&path)) {
-        Ok(text) => Ok(Arc::new(text)),
-        Err(error) => {
-            let error = error.to_string().replace('\n', " ");
-            channel.send(&FromTemplate::Failed { error: error.clone() }, &[])?;
-            Err(TemplateError::Load(error))
+    let (text, outcome) = match Text::open(Path::new(&path)) {
+        Ok(text) => {
+            let vocab_size = text.vocab_size();
+            (text, FromTemplate::Ready { vocab_size })
         }
-    }
+        Err(error) => (Text::none(), FromTemplate::Failed { error: error.to_string().replace('\n', " ") }),
+    };
+    channel.send(&outcome, &[])?;
+    Ok(Arc::new(text))
 }
 
 /// Waits until the daemon says something, or a child ends, which is then reaped. True where the daemon does.

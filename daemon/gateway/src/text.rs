@@ -12,7 +12,8 @@ use crate::openai::request::ChatMessage;
 /// Tokenizer and chat template.
 #[derive(Debug)]
 pub struct Text {
-    tokenizer: Tokenizer,
+    /// `None` where the model's cannot be loaded: nothing is asked of it then, since the daemon closes such a tenant.
+    tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
 }
 
@@ -40,19 +41,25 @@ impl Text {
     /// From parts that are loaded already.
     #[must_use]
     pub fn new(tokenizer: Tokenizer, template: Option<ChatTemplate>) -> Self {
-        Self { tokenizer, template }
+        Self { tokenizer: Some(tokenizer), template }
+    }
+
+    /// No text part, for a gateway that only says why it cannot serve.
+    #[must_use]
+    pub fn none() -> Self {
+        Self { tokenizer: None, template: None }
     }
 
     /// Ids below this are the model's.
     #[must_use]
     pub fn vocab_size(&self) -> u32 {
-        self.tokenizer.vocab_size()
+        self.tokenizer.as_ref().map_or(0, Tokenizer::vocab_size)
     }
 
     /// The prompt of a text: with BOS where the model wants it. Empty for an empty text where it does not.
     #[must_use]
     pub fn prompt(&self, text: &str) -> Vec<u32> {
-        ids(&self.tokenizer.encode_prompt(text))
+        self.tokenizer.as_ref().map_or_else(Vec::new, |tokenizer| ids(&tokenizer.encode_prompt(text)))
     }
 
     /// The prompt of a chat, with the opening of the assistant's message at its end.
@@ -60,7 +67,9 @@ impl Text {
     /// # Errors
     /// [`ChatError`]: the client's mistake, or the model's.
     pub fn chat(&self, messages: &[ChatMessage], now: i64) -> Result<Vec<u32>, ChatError> {
-        let template = self.template.as_ref().ok_or(ChatError::NoTemplate)?;
+        let (Some(template), Some(tokenizer)) = (&self.template, &self.tokenizer) else {
+            return Err(ChatError::NoTemplate);
+        };
         let messages: Vec<Message> = messages
             .iter()
             .map(|message| {
@@ -73,25 +82,29 @@ impl Text {
             .collect();
         let options =
             RenderOptions { add_generation_prompt: true, now: Some(now), ..RenderOptions::default() };
-        Ok(ids(&self.tokenizer.encode_pieces(&template.render(&messages, &options)?)))
+        Ok(ids(&tokenizer.encode_pieces(&template.render(&messages, &options)?)))
     }
 
     /// Tokens that end a choice.
     #[must_use]
     pub fn stop_ids(&self) -> Vec<u32> {
-        ids(self.tokenizer.stop_ids())
+        ids(self.stops())
     }
 
     /// Whether a token ends a choice.
     #[must_use]
     pub fn is_stop(&self, token: u32) -> bool {
-        self.tokenizer.stop_ids().contains(&TokenId(token))
+        self.stops().contains(&TokenId(token))
     }
 
     /// The bytes that a token stands for.
     #[must_use]
     pub fn bytes(&self, token: u32) -> &[u8] {
-        self.tokenizer.token_bytes(TokenId(token))
+        self.tokenizer.as_ref().map_or(&[], |tokenizer| tokenizer.token_bytes(TokenId(token)))
+    }
+
+    fn stops(&self) -> &[TokenId] {
+        self.tokenizer.as_ref().map_or(&[], Tokenizer::stop_ids)
     }
 }
 

@@ -14,6 +14,7 @@ use std::time::Duration;
 use common::client::{connect, get, post, read_head, request};
 use common::{Daemon, PATIENCE, Script, log_of, model, welcome};
 use pagedd_host::{Child, Pidfd, Sandbox, Spawn};
+use pagedd_wire::gateway::{Closed, Welcome};
 use pagedd_wire::template::{FromTemplate, ToTemplate};
 use pagedd_wire::{Channel, PROTOCOL};
 
@@ -56,12 +57,23 @@ fn links(pid: u32) -> Vec<String> {
 
 /// A forked gateway: its process, and what its end of the daemon's socket is called.
 fn fork(channel: &mut Channel, ticket: u64, listener: &TcpListener, daemon: &Daemon) -> (u32, Pidfd, String) {
+    fork_with(channel, ticket, listener, daemon, &welcome())
+}
+
+/// As [`fork`], with another first word of the daemon's.
+fn fork_with(
+    channel: &mut Channel,
+    ticket: u64,
+    listener: &TcpListener,
+    daemon: &Daemon,
+    welcome: &Welcome,
+) -> (u32, Pidfd, String) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let name = links_of(std::process::id(), theirs.as_raw_fd());
     let message = ToTemplate::Fork { ticket, tenant: "acme".to_owned(), identity: None, cgroup: false };
     channel.send(&message, &[listener.as_fd(), theirs.as_fd()]).unwrap();
     drop(theirs);
-    daemon.connect(ours, &welcome());
+    daemon.connect(ours, welcome);
     match channel.recv_timeout(PATIENCE).unwrap() {
         FromTemplate::Forked { ticket: answered, pid } => {
             assert_eq!(answered, ticket);
@@ -143,10 +155,25 @@ fn an_idle_gateway_has_little_memory_of_its_own() {
 }
 
 #[test]
-fn a_model_that_cannot_be_loaded_is_told_in_one_line() {
+fn a_model_that_cannot_be_loaded_is_told_in_one_line_and_its_ports_answer_all_the_same() {
     let (_directory, path) = model(|writer| writer.set("tokenizer.ggml.model", "unknown"));
     let (template, mut channel) = start();
     let FromTemplate::Failed { error } = load(&mut channel, &path) else { panic!("it was loaded") };
     assert!(error.contains("tiny.gguf") && !error.contains('\n'), "{error}");
-    assert!(!template.wait(PATIENCE).unwrap().unwrap().success());
+
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let daemon = Daemon::new(|_| Script::Silence);
+    let closed = Welcome { closed: Some(Closed::Failed(error.clone())), ..welcome() };
+    let (_, _gateway, _) = fork_with(&mut channel, 1, &listener, &daemon, &closed);
+    assert_eq!(get(address, "/livez").status, 200);
+    while get(address, "/v1/models").status != 200 {}
+    for path in ["/v1/completions", "/v1/chat/completions"] {
+        let answer = post(address, path, BODY);
+        assert_eq!(answer.status, 503, "{path}");
+        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(message.contains(&error), "{path}: {message}");
+    }
+    drop(channel);
+    assert!(template.wait(PATIENCE).unwrap().unwrap().success());
 }
