@@ -2,12 +2,14 @@
 //!
 //! **Owns** no behaviour and no state. **Never** depends on another crate of the workspace, serialises, or reads a clock.
 
+mod cost;
 mod finish;
 mod ids;
 mod sampling;
 mod tensor;
 mod units;
 
+pub use cost::StepCost;
 pub use finish::FinishReason;
 pub use ids::{BlockId, ModelId, ParseRequestIdError, PlanId, RequestId, SequenceId, TenantId, TokenId};
 pub use sampling::SamplingParams;

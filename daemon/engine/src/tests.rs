@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use pagedd_core::{Blocks, RequestId, SamplingParams, TenantId, TokenId, Tokens};
+use pagedd_core::{Blocks, RequestId, SamplingParams, StepCost, TenantId, TokenId, Tokens};
 use pagedd_sched::{
     AdmitError, NewRequest, PolicyKind, Sampled, Scheduler, SchedulerConfig, SequenceSnapshot, ShareSpec,
     StepOutput, StepPlan,
@@ -160,6 +160,7 @@ fn scheduler() -> Scheduler {
         cache_key: [0; 32],
         weight_digest: [0; 16],
         prefix_cache: true,
+        cost: StepCost::UNKNOWN,
     })
 }
 

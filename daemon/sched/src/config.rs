@@ -1,6 +1,6 @@
 //! What an engine tells its scheduler at the start.
 
-use pagedd_core::{Blocks, Tokens};
+use pagedd_core::{Blocks, StepCost, Tokens};
 
 /// In which order a tenant's requests start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,6 +32,8 @@ pub struct SchedulerConfig {
     pub weight_digest: [u8; 16],
     /// Whether computed prefixes are found again.
     pub prefix_cache: bool,
+    /// What a step takes, as far as that is known.
+    pub cost: StepCost,
 }
 
 /// A tenant's bounds in this pool.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use pagedd_core::{Blocks, FinishReason, RequestId, SamplingParams, TenantId, TokenId, Tokens};
+use pagedd_core::{Blocks, FinishReason, RequestId, SamplingParams, StepCost, TenantId, TokenId, Tokens};
 use pagedd_sched::{
     AdmitError, Applied, Finished, NewRequest, PolicyKind, Scheduler, SchedulerConfig, ShareSpec, StepOutput,
     StepPlan,
@@ -22,6 +22,7 @@ pub fn config(capacity: u32, block_size: u32) -> SchedulerConfig {
         cache_key: [7; 32],
         weight_digest: [9; 16],
         prefix_cache: true,
+        cost: StepCost::UNKNOWN,
     }
 }
 
