@@ -7,7 +7,7 @@
 #![allow(unsafe_code)]
 
 use super::disjoint::Disjoint;
-use super::isa::Isa;
+use super::isa::{Isa, Vectors};
 use super::packed::GROUP;
 use super::pool::ThreadPool;
 use crate::error::{ShapeError, length, product};
@@ -206,13 +206,13 @@ fn quantize_blocks(
     codes: &mut [[i32; 8]],
     blocks: &mut [Block],
 ) {
-    match isa {
-        Isa::Portable => quantize_each(scheme, x, codes, blocks),
+    match isa.vectors() {
+        Vectors::Portable => quantize_each(scheme, x, codes, blocks),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `set` made `isa` with `Isa::usable`, which found AVX2.
-        Isa::Avx2 | Isa::Avx512Vnni => unsafe { quantize_avx2(scheme, x, codes, blocks) },
+        Vectors::Avx2 | Vectors::Avx512 => unsafe { quantize_avx2(scheme, x, codes, blocks) },
         #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512Vnni => quantize_each(scheme, x, codes, blocks),
+        Vectors::Avx2 | Vectors::Avx512 => quantize_each(scheme, x, codes, blocks),
     }
 }
 

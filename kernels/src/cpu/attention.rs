@@ -8,7 +8,7 @@
 
 use super::disjoint::Disjoint;
 use super::exp::exp;
-use super::isa::Isa;
+use super::isa::{Isa, Vectors};
 use super::kv::{KvElement, KvLayout, MappedRow, Part, SlotMapping};
 use super::pool::ThreadPool;
 use crate::error::{KvError, ShapeError, length};
@@ -72,12 +72,12 @@ pub fn attention(
         arena,
         out: Disjoint::new(out),
     };
-    match isa.usable() {
-        Isa::Portable => job.run::<lanes::Portable>(pool),
+    match isa.usable().vectors() {
+        Vectors::Portable => job.run::<lanes::Portable>(pool),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 | Isa::Avx512Vnni => job.run::<lanes::Avx2>(pool),
+        Vectors::Avx2 | Vectors::Avx512 => job.run::<lanes::Avx2>(pool),
         #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512Vnni => job.run::<lanes::Portable>(pool),
+        Vectors::Avx2 | Vectors::Avx512 => job.run::<lanes::Portable>(pool),
     }
     Ok(())
 }

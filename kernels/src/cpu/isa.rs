@@ -12,29 +12,54 @@ pub enum Isa {
     Portable,
     /// AVX2 with FMA and F16C.
     Avx2,
-    /// AVX-512 F, BW and VNNI, and everything of [`Isa::Avx2`].
+    /// AVX-VNNI (256 bits), and everything of [`Isa::Avx2`].
+    AvxVnni,
+    /// AVX-512 F, BW, DQ, VL and VNNI, and everything of [`Isa::Avx2`].
     Avx512Vnni,
+    /// AMX with 8-bit integers, and everything of [`Isa::Avx512Vnni`].
+    Amx,
+}
+
+/// The vectors of single precision that come with an instruction set: what kernels without integer products are written for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) enum Vectors {
+    /// Plain Rust.
+    Portable,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL, and everything of [`Vectors::Avx2`].
+    Avx512,
 }
 
 impl Isa {
     /// Every set, plain first.
-    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512Vnni];
+    pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::AvxVnni, Self::Avx512Vnni, Self::Amx];
 
     /// The best set of this processor.
     #[must_use]
     pub fn detect() -> Self {
-        Self::Avx512Vnni.usable()
+        Self::Amx.usable()
     }
 
     /// This set, or the best below it where this processor lacks it.
     #[must_use]
     pub fn usable(self) -> Self {
-        if self >= Self::Avx512Vnni && has_avx512_vnni() {
-            Self::Avx512Vnni
-        } else if self >= Self::Avx2 && has_avx2() {
-            Self::Avx2
-        } else {
-            Self::Portable
+        let has = |isa| match isa {
+            Self::Portable => true,
+            Self::Avx2 => has_avx2(),
+            Self::AvxVnni => has_avx_vnni(),
+            Self::Avx512Vnni => has_avx512_vnni(),
+            Self::Amx => has_amx(),
+        };
+        Self::ALL.into_iter().filter(|&isa| isa <= self && has(isa)).max().unwrap_or(Self::Portable)
+    }
+
+    /// The vectors of a usable set.
+    pub(crate) const fn vectors(self) -> Vectors {
+        match self {
+            Self::Portable => Vectors::Portable,
+            Self::Avx2 | Self::AvxVnni => Vectors::Avx2,
+            Self::Avx512Vnni | Self::Amx => Vectors::Avx512,
         }
     }
 
@@ -44,7 +69,9 @@ impl Isa {
         match self {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
+            Self::AvxVnni => "avx-vnni",
             Self::Avx512Vnni => "avx512-vnni",
+            Self::Amx => "amx",
         }
     }
 }
@@ -58,6 +85,11 @@ impl fmt::Display for Isa {
 #[cfg(target_arch = "x86_64")]
 fn has_avx2() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx_vnni() -> bool {
+    has_avx2() && is_x86_feature_detected!("avxvnni")
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -76,7 +108,17 @@ fn has_avx2() -> bool {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
+fn has_avx_vnni() -> bool {
+    false
+}
+
+#[cfg(not(target_arch = "x86_64"))]
 fn has_avx512_vnni() -> bool {
+    false
+}
+
+/// No kernel uses AMX yet.
+fn has_amx() -> bool {
     false
 }
 

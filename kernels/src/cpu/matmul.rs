@@ -175,9 +175,9 @@ fn panel(
     match isa {
         Isa::Portable => portable::panel(ty, bytes, x, store),
         // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX2, FMA and F16C.
-        Isa::Avx2 => unsafe { avx2::panel(ty, bytes, x, store) },
+        Isa::Avx2 | Isa::AvxVnni => unsafe { avx2::panel(ty, bytes, x, store) },
         // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX-512 F, BW, DQ, VL and VNNI, and those of AVX2.
-        Isa::Avx512Vnni => unsafe { avx512::panel(ty, bytes, x, store) },
+        Isa::Avx512Vnni | Isa::Amx => unsafe { avx512::panel(ty, bytes, x, store) },
     }
 }
 

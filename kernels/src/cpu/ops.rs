@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use super::exp::exp;
-use super::isa::Isa;
+use super::isa::{Isa, Vectors};
 use super::pool::ThreadPool;
 use crate::error::{ShapeError, length};
 
@@ -190,13 +190,13 @@ pub fn silu_mul(pool: &ThreadPool, isa: Isa, gate: &mut [f32], up: &[f32]) -> Re
     let isa = isa.usable();
     by_rows(pool, gate, 1, &|first, gate| {
         let up = &up[first..][..gate.len()];
-        match isa {
-            Isa::Portable => silu_mul_each(gate, up),
+        match isa.vectors() {
+            Vectors::Portable => silu_mul_each(gate, up),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `isa` was made with `Isa::usable`, which found AVX2.
-            Isa::Avx2 | Isa::Avx512Vnni => unsafe { silu_mul_avx2(gate, up) },
+            Vectors::Avx2 | Vectors::Avx512 => unsafe { silu_mul_avx2(gate, up) },
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512Vnni => silu_mul_each(gate, up),
+            Vectors::Avx2 | Vectors::Avx512 => silu_mul_each(gate, up),
         }
     });
     Ok(())
