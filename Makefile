@@ -62,8 +62,8 @@ endif
 bench: bench-cpu ## All benchmarks
 
 .PHONY: bench-cpu
-bench-cpu: build model ## This server and llama.cpp's on one CPU, in one run (ARGS: of scripts/bench_cpu.py)
-	@python3 scripts/bench_cpu.py $(ARGS)
+bench-cpu: build model ## This server and llama.cpp's on one CPU, in one run (ARGS: of scripts/bench/cpu.py)
+	@python3 scripts/bench/cpu.py $(ARGS)
 
 .PHONY: fmt
 fmt: tools ## Format the sources

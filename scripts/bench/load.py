@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A small, bounded load client for OpenAI-compatible chat servers on loopback. Standard library only.
 
-`level` sends `count` requests, at most `streams` at a time, and measures each stream:
+`level` sends one request per prompt, at most `streams` at a time, and measures each stream:
   first   seconds from the request to the first chunk with text
   token   seconds per token after the first: (last - first) / (tokens - 1)
 Tokens are those of the usage chunk. `processor` reads how much CPU a process family and everybody else took.
@@ -26,16 +26,62 @@ def words(count, seed):
     return " ".join(draw.choice(WORDS) for _ in range(count))
 
 
+# What people ask, and texts to work on: for what depends on the words, such as drafting from the prompt.
+QUESTIONS = """What is the capital of Australia, and how did it come to be chosen?
+Explain in simple words why the sky is blue.
+Give me three ideas for a birthday present for my father, who likes gardening.
+How do I boil an egg so that the yolk stays soft?
+Write a short poem about a lighthouse in winter.
+What is the difference between a virus and a bacterium?
+My flight is delayed by five hours. What could I do at the airport?
+Tell me a story about a fox who learned to read.
+How does a refrigerator keep food cold?
+What should I look at when I buy a used bicycle?
+Why do cats purr?
+Describe the water cycle to a ten-year-old.
+Write a polite email that asks my landlord to repair the heating.
+What are the advantages of learning a second language?
+How can I fall asleep faster?
+Who was Marie Curie, and what is she known for?""".splitlines()
+TEXTS = [
+    "The old mill at the end of Harbour Lane was built in 1823 by two brothers who had come from the north to trade in wool. For "
+    "sixty years its wheel turned day and night, and the village grew around it. When the railway came, the wool went elsewhere, and "
+    "the mill stood empty until a baker bought it and filled it with the smell of bread. Today it is a museum, and every Sunday the "
+    "children of the village may start the wheel by pulling a long iron lever beside the door.",
+    "Our team met on Tuesday to discuss the new booking system. The designers showed three versions of the first page, and most people "
+    "preferred the second one because the calendar is easier to find. The developers need two more weeks for the payment module, since "
+    "the bank has changed its interface. We agreed to move the launch from the fourth of May to the eighteenth, to inform the customers "
+    "by letter, and to meet again next Tuesday at ten o'clock in the large meeting room on the second floor.",
+    "Honey bees talk to each other by dancing. A bee that has found flowers returns to the hive and walks in a straight line while it "
+    "shakes its body, then turns back in a half circle and walks the line again. The direction of the line tells the other bees where to "
+    "fly, measured against the sun, and the length of the dance tells them how far away the flowers are. The other bees follow the dancer "
+    "closely in the dark hive, touch it with their antennae, and fly out to the place that it described.",
+]
+EDITS = ["Correct the spelling mistakes in this text and change nothing else:", "Repeat this text word for word:",
+         "Copy this text, with the first sentence removed:"]
+
+
+def edits(count):
+    """Prompts whose answers repeat much of them."""
+    return [f"{EDITS[n % len(EDITS)]}\n\n{TEXTS[n // len(EDITS) % len(TEXTS)]}" for n in range(count)]
+
+
+def plain(count, words_each, seed, shared_words=0):
+    """Prompts of random words that all differ, as (system, prompt); `shared_words` is the length of a common system prompt."""
+    system = words(shared_words, 77) if shared_words else ""
+    return [(system, words(words_each, seed * 1_000_003 + number)) for number in range(count)]
+
+
 def percentile(values, part):
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))] if ordered else None
 
 
-def one(base, model, system, prompt, tokens, timeout):
+def one(base, model, system, prompt, tokens, timeout, temperature=0):
     """One streamed request; a dict with times, or with `error`."""
     where = urllib.parse.urlsplit(base)
     messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": prompt}]
-    body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+    body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}}
     start = time.perf_counter()
     first = last = usage = None
@@ -85,35 +131,37 @@ def family(root):
 
 
 def processor(root):
-    """Seconds of CPU so far: of the whole machine, of the family of `root`, of this client; and the family's MiB in memory."""
+    """Seconds of CPU so far: of the whole machine, of the family of `root`, of this client; and the family's MiB in memory, in all and
+    without shared memory (where weights and KV blocks are)."""
     with open("/proc/stat", encoding="utf8") as stat:
         fields = [int(field) for field in stat.readline().split()[1:9]]
     busy = (sum(fields) - fields[3] - fields[4]) / HERTZ
-    server = memory = 0
+    server = memory = private = 0
     for pid in family(root):
         try:
             with open(f"/proc/{pid}/stat", encoding="utf8", errors="replace") as stat:
                 mine = stat.read().rsplit(")", 1)[1].split()
             with open(f"/proc/{pid}/smaps_rollup", encoding="utf8") as rollup:
-                memory += next((int(line.split()[1]) for line in rollup if line.startswith("Pss:")), 0)
+                sizes = {line.split()[0]: int(line.split()[1]) for line in rollup if line.startswith("Pss")}
+                memory += sizes.get("Pss:", 0)
+                private += sizes.get("Pss:", 0) - sizes.get("Pss_Shmem:", 0)
         except OSError:
             continue
         server += (int(mine[11]) + int(mine[12])) / HERTZ
-    return busy, server, time.process_time(), memory / 1024
+    return busy, server, time.process_time(), memory / 1024, private / 1024
 
 
-def level(base, model, root, streams, count, prompt_words, tokens, shared_words=0, seed=0, timeout=600):
-    """`count` requests with prompts that differ, `streams` at a time; `shared_words` is the length of a common system prompt."""
-    system = words(shared_words, 77) if shared_words else ""
-    results, waiting, lock = [], list(range(count)), threading.Lock()
+def level(base, model, root, streams, prompts, tokens, temperature=0, timeout=600):
+    """One request for each of `prompts`, pairs of a system prompt (or "") and a prompt; `streams` at a time."""
+    results, waiting, lock = [], list(prompts), threading.Lock()
 
     def work():
         while True:
             with lock:
                 if not waiting:
                     return
-                number = waiting.pop()
-            result = one(base, model, system, words(prompt_words, seed * 1_000_003 + number), tokens, timeout)
+                system, prompt = waiting.pop(0)
+            result = one(base, model, system, prompt, tokens, timeout, temperature)
             with lock:
                 results.append(result)
 
@@ -127,12 +175,12 @@ def level(base, model, root, streams, count, prompt_words, tokens, shared_words=
     good = [r for r in results if "error" not in r]
     busy, server, client = (after[i] - before[i] for i in range(3))
     return {
-        "streams": streams, "requests": count, "good": len(good), "errors": [r["error"] for r in results if "error" in r][:3],
+        "streams": streams, "requests": len(prompts), "good": len(good), "errors": [r["error"] for r in results if "error" in r][:3],
         "seconds": wall, "tokens": sum(r["tokens"] for r in good), "tokens_per_second": sum(r["tokens"] for r in good) / wall,
         "prompt_tokens": statistics.fmean(r["prompt"] for r in good) if good else None,
         "cached_tokens": sum(r["cached"] or 0 for r in good),
         "first_p50": percentile([r["first"] for r in good], 0.5), "first_p99": percentile([r["first"] for r in good], 0.99),
         "token_p50": percentile([r["token"] for r in good], 0.5), "token_p99": percentile([r["token"] for r in good], 0.99),
-        "server_cpu_seconds": server, "client_cpu_seconds": client, "server_mib": after[3],
+        "server_cpu_seconds": server, "client_cpu_seconds": client, "server_mib": after[3], "server_private_mib": after[4],
         "others_cpus": max(0.0, busy - server - client) / wall,
     }
