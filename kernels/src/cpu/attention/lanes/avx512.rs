@@ -1,0 +1,340 @@
+//! Several query vectors at a time with AVX-512.
+//!
+//! Keys are turned once per chunk, so that a vector holds one dimension of all its positions: scores need no sums across lanes.
+#![allow(unsafe_code)]
+
+use std::arch::x86_64::{
+    __m512, __m512i, _CMP_GT_OQ, _CMP_NLT_UQ, _MM_HINT_T0, _mm_prefetch, _mm256_cvtph_ps, _mm256_loadu_si256,
+    _mm512_add_ps, _mm512_castps_si512, _mm512_castsi128_si512, _mm512_castsi512_ps, _mm512_castsi512_si256,
+    _mm512_cmp_ps_mask, _mm512_cvtph_ps, _mm512_extracti64x4_epi64, _mm512_fmadd_ps, _mm512_inserti32x4,
+    _mm512_loadu_ps, _mm512_mask_blend_ps, _mm512_maskz_scalef_ps, _mm512_mul_ps, _mm512_permutexvar_epi64,
+    _mm512_reduce_max_ps, _mm512_set1_ps, _mm512_setr_epi64, _mm512_setzero_ps, _mm512_sub_ps,
+    _mm512_unpackhi_epi16, _mm512_unpackhi_epi32, _mm512_unpackhi_epi64, _mm512_unpacklo_epi16,
+    _mm512_unpacklo_epi32, _mm512_unpacklo_epi64, _mm512_zextps256_ps512,
+};
+
+use super::{CHUNK, Lanes, singles};
+use crate::cpu::attention::Sight;
+use crate::cpu::attention::scratch::{Buffers, Partial};
+use crate::cpu::exp::{self, exp};
+use crate::cpu::kv::KvElement;
+use crate::cpu::vector::{load_i128, store_f32x16};
+
+/// Query vectors whose scores are computed together: two sums each, of even and odd dimensions, stay in registers.
+const BLOCK: usize = 12;
+/// Query vectors whose weighted values are computed together, [`COLUMNS`] registers each.
+const ROWS: usize = 6;
+const COLUMNS: usize = 4;
+
+/// AVX-512 F, BW, DQ and VL, as found by [`Isa::usable`](crate::Isa::usable).
+pub(in crate::cpu::attention) struct Avx512;
+
+impl Lanes for Avx512 {
+    const WIDTH: usize = 16;
+    const BLOCK: usize = BLOCK;
+
+    /// `[blocks][head_dim][BLOCK]`.
+    fn query(q: &mut [f32], vector: usize, x: &[f32], scale: f32) {
+        let block = &mut q.as_chunks_mut::<BLOCK>().0[vector / BLOCK * x.len()..][..x.len()];
+        for (q, x) in block.iter_mut().zip(x) {
+            q[vector % BLOCK] = x * scale;
+        }
+    }
+
+    fn keys(element: KvElement, bytes: &[u8], head_dim: usize, keys: &mut [f32]) {
+        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX-512 F, BW, DQ and VL.
+        unsafe {
+            match element {
+                KvElement::F16 => turn_halves(bytes, head_dim, keys),
+                KvElement::F32 => turn_singles(bytes, head_dim, keys),
+            }
+        }
+    }
+
+    fn values(element: KvElement, bytes: &[u8], head_dim: usize, values: &mut [f32]) {
+        match element {
+            // SAFETY: `attention` uses this type only where `Isa::usable` found AVX-512 F, BW, DQ and VL.
+            KvElement::F16 => unsafe { widen(bytes, head_dim, values) },
+            KvElement::F32 => {
+                let rows = values.chunks_exact_mut(head_dim.next_multiple_of(16));
+                rows.zip(bytes.chunks_exact(head_dim * 4)).for_each(|(row, bytes)| singles(bytes, row));
+            }
+        }
+    }
+
+    fn meet(sight: &Sight, head_dim: usize, buffers: &mut Buffers, partial: &mut Partial) {
+        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX-512 F, BW, DQ and VL.
+        unsafe { meet(sight, head_dim, buffers, partial) }
+    }
+
+    fn expect(bytes: &[u8]) {
+        for line in bytes.chunks(64) {
+            // SAFETY: a prefetch reads nothing that the program can see; the address is that of a reference.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(values: &[f32; 16]) -> __m512 {
+    // SAFETY: the reference proves 16 readable values; the load needs no more alignment than they have.
+    unsafe { _mm512_loadu_ps(values.as_ptr()) }
+}
+
+/// Keys of half precision to `[head_dim][CHUNK]`, 8 dimensions at a time.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn turn_halves(bytes: &[u8], head_dim: usize, keys: &mut [f32]) {
+    // Of a vector whose quarters hold positions `[0, 4)`, `[4, 8)` ... of two dimensions, to positions `[0, 16)` of each.
+    let order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    let pieces = bytes.as_chunks::<16>().0;
+    let row = head_dim / 8;
+    for (i, keys) in keys.as_chunks_mut::<16>().0.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+        let [a, b, c, d] = quarters(pieces, i, row);
+        let (ab, cd) = (_mm512_unpacklo_epi16(a, b), _mm512_unpacklo_epi16(c, d));
+        let (ab_high, cd_high) = (_mm512_unpackhi_epi16(a, b), _mm512_unpackhi_epi16(c, d));
+        let pairs = [
+            _mm512_unpacklo_epi32(ab, cd),
+            _mm512_unpackhi_epi32(ab, cd),
+            _mm512_unpacklo_epi32(ab_high, cd_high),
+            _mm512_unpackhi_epi32(ab_high, cd_high),
+        ];
+        for (pair, keys) in pairs.into_iter().zip(keys.as_chunks_mut::<2>().0) {
+            let pair = _mm512_permutexvar_epi64(order, pair);
+            store_f32x16(_mm512_cvtph_ps(_mm512_castsi512_si256(pair)), &mut keys[0]);
+            store_f32x16(_mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(pair)), &mut keys[1]);
+        }
+    }
+}
+
+/// Keys of single precision to `[head_dim][CHUNK]`, 4 dimensions at a time.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn turn_singles(bytes: &[u8], head_dim: usize, keys: &mut [f32]) {
+    let pieces = bytes.as_chunks::<16>().0;
+    let row = head_dim / 4;
+    for (i, keys) in keys.as_chunks_mut::<16>().0.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+        let [a, b, c, d] = quarters(pieces, i, row);
+        let (ab, cd) = (_mm512_unpacklo_epi32(a, b), _mm512_unpacklo_epi32(c, d));
+        let (ab_high, cd_high) = (_mm512_unpackhi_epi32(a, b), _mm512_unpackhi_epi32(c, d));
+        let turned = [
+            _mm512_unpacklo_epi64(ab, cd),
+            _mm512_unpackhi_epi64(ab, cd),
+            _mm512_unpacklo_epi64(ab_high, cd_high),
+            _mm512_unpackhi_epi64(ab_high, cd_high),
+        ];
+        for (turned, keys) in turned.into_iter().zip(keys) {
+            store_f32x16(_mm512_castsi512_ps(turned), keys);
+        }
+    }
+}
+
+/// Piece `i` of [`CHUNK`] rows of `row` pieces: quarter `q` of vector `v` is that of row `4 * q + v`.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn quarters(pieces: &[[u8; 16]], i: usize, row: usize) -> [__m512i; 4] {
+    let mut vectors = [_mm512_castps_si512(_mm512_setzero_ps()); 4];
+    for (v, vector) in vectors.iter_mut().enumerate() {
+        let first = &pieces[v * row + i..][..12 * row + 1];
+        let x = _mm512_castsi128_si512(load_i128(&first[0]));
+        let x = _mm512_inserti32x4::<1>(x, load_i128(&first[4 * row]));
+        let x = _mm512_inserti32x4::<2>(x, load_i128(&first[8 * row]));
+        *vector = _mm512_inserti32x4::<3>(x, load_i128(&first[12 * row]));
+    }
+    vectors
+}
+
+/// Values of half precision to rows padded with zeros to whole vectors.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn widen(bytes: &[u8], head_dim: usize, values: &mut [f32]) {
+    let rows = values.as_chunks_mut::<16>().0.chunks_exact_mut(head_dim.div_ceil(16));
+    for (row, bytes) in rows.zip(bytes.chunks_exact(head_dim * 2)) {
+        let (whole, rest) = bytes.as_chunks::<32>();
+        for (out, halves) in row.iter_mut().zip(whole) {
+            // SAFETY: the reference proves 32 readable bytes; the load needs no alignment.
+            let halves = unsafe { _mm256_loadu_si256(halves.as_ptr().cast()) };
+            store_f32x16(_mm512_cvtph_ps(halves), out);
+        }
+        if let (Some(halves), Some(out)) = (rest.first_chunk::<16>(), row.last_mut()) {
+            store_f32x16(_mm512_zextps256_ps512(_mm256_cvtph_ps(load_i128(halves))), out);
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn meet(sight: &Sight, head_dim: usize, buffers: &mut Buffers, partial: &mut Partial) {
+    let keys = buffers.keys.as_chunks::<16>().0;
+    let blocks = buffers.q.as_chunks::<BLOCK>().0.chunks_exact(head_dim);
+    // A block of which some vectors are blind is computed as a whole; nobody reads their scores.
+    for (q, scores) in blocks.zip(buffers.scores.chunks_mut(BLOCK)).skip(sight.blind() / BLOCK) {
+        match scores.len() {
+            1 => dots::<1>(q, keys, scores),
+            2 => dots::<2>(q, keys, scores),
+            3 => dots::<3>(q, keys, scores),
+            4 => dots::<4>(q, keys, scores),
+            5 => dots::<5>(q, keys, scores),
+            6 => dots::<6>(q, keys, scores),
+            7 => dots::<7>(q, keys, scores),
+            8 => dots::<8>(q, keys, scores),
+            9 => dots::<9>(q, keys, scores),
+            10 => dots::<10>(q, keys, scores),
+            11 => dots::<11>(q, keys, scores),
+            _ => dots::<12>(q, keys, scores),
+        }
+    }
+    let columns = head_dim.div_ceil(16);
+    let sums = partial.values.as_chunks_mut::<16>().0;
+    for (vectors, seen) in sight.runs() {
+        for vector in vectors {
+            weigh(
+                &mut buffers.scores[vector],
+                seen,
+                &mut partial.max[vector],
+                &mut partial.sums[vector],
+                &mut sums[vector * columns..][..columns],
+            );
+        }
+    }
+    let values = buffers.values.as_chunks::<16>().0;
+    for (vectors, seen) in sight.runs() {
+        let values = &values[..seen * columns];
+        let weights = buffers.scores[vectors.clone()].chunks(ROWS);
+        let sums = &mut sums[vectors.start * columns..vectors.end * columns];
+        for (weights, sums) in weights.zip(sums.chunks_mut(ROWS * columns)) {
+            match weights.len() {
+                1 => add::<1>(weights, values, columns, sums),
+                2 => add::<2>(weights, values, columns, sums),
+                3 => add::<3>(weights, values, columns, sums),
+                4 => add::<4>(weights, values, columns, sums),
+                5 => add::<5>(weights, values, columns, sums),
+                _ => add::<6>(weights, values, columns, sums),
+            }
+        }
+    }
+}
+
+/// Scores of `R` query vectors: one sum over the even dimensions in order, one over the odd ones, then the two.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn dots<const R: usize>(q: &[[f32; BLOCK]], keys: &[[f32; 16]], scores: &mut [[f32; CHUNK]]) {
+    let mut even = [_mm512_setzero_ps(); R];
+    let mut odd = [_mm512_setzero_ps(); R];
+    for (q, key) in q.as_chunks::<2>().0.iter().zip(keys.as_chunks::<2>().0) {
+        let x = load(&key[0]);
+        for r in 0..R {
+            even[r] = _mm512_fmadd_ps(x, _mm512_set1_ps(q[0][r]), even[r]);
+        }
+        let x = load(&key[1]);
+        for r in 0..R {
+            odd[r] = _mm512_fmadd_ps(x, _mm512_set1_ps(q[1][r]), odd[r]);
+        }
+    }
+    let scores = &mut scores[..R];
+    for r in 0..R {
+        store_f32x16(_mm512_add_ps(even[r], odd[r]), &mut scores[r]);
+    }
+}
+
+/// Scores become weights, of which the first `seen` count.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn weigh(
+    scores: &mut [f32; CHUNK],
+    seen: usize,
+    max: &mut f32,
+    sums: &mut [f32; CHUNK],
+    values: &mut [[f32; 16]],
+) {
+    let visible = (0xFFFF_u32 >> (CHUNK - seen)) as u16;
+    let x = _mm512_mask_blend_ps(visible, _mm512_set1_ps(f32::NEG_INFINITY), load(scores));
+    let mut total = load(sums);
+    if _mm512_cmp_ps_mask::<_CMP_GT_OQ>(x, _mm512_set1_ps(*max)) != 0 {
+        let top = _mm512_reduce_max_ps(x);
+        let factor = _mm512_set1_ps(exp(*max - top));
+        *max = top;
+        total = _mm512_mul_ps(total, factor);
+        for value in values {
+            store_f32x16(_mm512_mul_ps(load(value), factor), value);
+        }
+    }
+    let weights = exp_of_negative(_mm512_sub_ps(x, _mm512_set1_ps(*max)));
+    store_f32x16(weights, scores);
+    store_f32x16(_mm512_add_ps(total, weights), sums);
+}
+
+/// [`exp`] of values that are not positive, the same bits: the clamps only matter for results that the mask replaces.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn exp_of_negative(x: __m512) -> __m512 {
+    let round = _mm512_set1_ps(exp::ROUND);
+    let rounded = _mm512_add_ps(_mm512_mul_ps(x, _mm512_set1_ps(std::f32::consts::LOG2_E)), round);
+    let whole = _mm512_sub_ps(rounded, round);
+    let r = _mm512_sub_ps(x, _mm512_mul_ps(whole, _mm512_set1_ps(exp::LN2_HIGH)));
+    let r = _mm512_sub_ps(r, _mm512_mul_ps(whole, _mm512_set1_ps(exp::LN2_LOW)));
+    let mut p = _mm512_set1_ps(exp::POLYNOMIAL[0]);
+    for &factor in &exp::POLYNOMIAL[1..] {
+        p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(factor));
+    }
+    let e = _mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(p, r), r), r);
+    let e = _mm512_add_ps(e, _mm512_set1_ps(1.0));
+    let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(exp::LEAST));
+    _mm512_maskz_scalef_ps(normal, e, whole)
+}
+
+/// `sums += weights * values` of `R` query vectors, positions in order.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn add<const R: usize>(
+    weights: &[[f32; CHUNK]],
+    values: &[[f32; 16]],
+    columns: usize,
+    sums: &mut [[f32; 16]],
+) {
+    let mut column = 0;
+    while column < columns {
+        match columns - column {
+            1 => add_of::<R, 1>(weights, values, columns, column, sums),
+            2 => add_of::<R, 2>(weights, values, columns, column, sums),
+            3 => add_of::<R, 3>(weights, values, columns, column, sums),
+            _ => add_of::<R, COLUMNS>(weights, values, columns, column, sums),
+        }
+        column += COLUMNS;
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn add_of<const R: usize, const C: usize>(
+    weights: &[[f32; CHUNK]],
+    values: &[[f32; 16]],
+    columns: usize,
+    column: usize,
+    sums: &mut [[f32; 16]],
+) {
+    let weights = &weights[..R];
+    let mut acc = [[_mm512_setzero_ps(); C]; R];
+    for r in 0..R {
+        let sums = &sums[r * columns + column..][..C];
+        for c in 0..C {
+            acc[r][c] = load(&sums[c]);
+        }
+    }
+    for (t, value) in values.chunks_exact(columns).enumerate().take(CHUNK) {
+        let value = &value[column..][..C];
+        let mut x = [_mm512_setzero_ps(); C];
+        for c in 0..C {
+            x[c] = load(&value[c]);
+        }
+        for r in 0..R {
+            let weight = _mm512_set1_ps(weights[r][t]);
+            for c in 0..C {
+                acc[r][c] = _mm512_fmadd_ps(weight, x[c], acc[r][c]);
+            }
+        }
+    }
+    for r in 0..R {
+        let sums = &mut sums[r * columns + column..][..C];
+        for c in 0..C {
+            store_f32x16(acc[r][c], &mut sums[c]);
+        }
+    }
+}
