@@ -1,7 +1,8 @@
 //! How fast attention over paged KV is on this machine, also for sequences that share a prefix.
 //!
 //! 9 query heads over 3 KV heads of 64, half precision. Prints microseconds of a layer, GB/s of KV as the tables name it, and GMAC/s.
-//! Best of several runs. An argument picks the instruction set by name.
+//! Best of several runs. A first argument picks the instruction set by name, a second one a single case
+//! by its number, a third one the threads.
 
 use std::time::Instant;
 
@@ -40,10 +41,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         prompt(512),
         prompt(2048),
     ];
-    for threads in [1, std::thread::available_parallelism()?.get()] {
+    let number = |n: usize| std::env::args().nth(n).map(|arg| arg.parse::<usize>()).transpose();
+    let (only, threads) = (number(2)?, number(3)?);
+    let threads =
+        threads.map_or(vec![1, std::thread::available_parallelism()?.get()], |threads| vec![threads]);
+    for threads in threads {
         let pool = ThreadPool::new(threads, None)?;
         println!("{isa}, {threads} threads");
-        for case in &cases {
+        for (_, case) in cases.iter().enumerate().filter(|(index, _)| only.is_none_or(|only| only == *index))
+        {
             measure(&pool, isa, case)?;
         }
     }

@@ -13,7 +13,7 @@ use std::ops::Range;
 use super::disjoint::Disjoint;
 use super::exp::exp;
 use super::isa::{Isa, Vectors};
-use super::kv::{KvLayout, Part, Segment, Sharing, SlotMapping};
+use super::kv::{KvLayout, Part, SHARED_UNIT, Segment, Sharing, SlotMapping};
 use super::pool::ThreadPool;
 use crate::error::{KvError, ShapeError, length};
 
@@ -23,8 +23,12 @@ mod scratch;
 use lanes::Lanes;
 use scratch::{Partial, Scratch};
 
-/// Positions that meet a query at once. Divides every block size.
-const CHUNK: usize = 16;
+/// Positions that meet a query at once. Shared segments end between chunks.
+const CHUNK: usize = SHARED_UNIT;
+/// Positions of a chunk that surely lie in one block.
+const PIECE: usize = 16;
+/// Sums of weights of a query vector.
+const LANES: usize = 16;
 /// Positions after which the softmax starts anew, to be merged.
 const SPLIT: usize = 256;
 /// Elements of the query vectors (queries x heads of a group) that share one reading of KV: with their sums they stay near the core.
@@ -330,26 +334,34 @@ impl Job<'_> {
     fn split<L: Lanes>(&self, tile: &Tile<'_>, split: usize, scratch: &mut Scratch) {
         let Range { start, end } = tile.within(split);
         let (element, d) = (self.layout.element(), self.layout.head_dim());
+        let stride = self.stride::<L>();
         let buffers = &mut scratch.buffers;
+        let seen = tile.positions().end;
         for chunk in (start..end).step_by(CHUNK) {
-            if chunk + CHUNK < tile.positions().end {
-                L::expect(self.chunk(tile, Part::Key, chunk + CHUNK));
-                L::expect(self.chunk(tile, Part::Value, chunk + CHUNK));
+            for (index, piece) in (chunk..chunk + CHUNK).step_by(PIECE).enumerate() {
+                // Positions of a piece that nobody sees are read along: no score or value of theirs is used.
+                if piece < seen {
+                    let keys = &mut buffers.keys[index * PIECE * d..][..PIECE * d];
+                    L::keys(element, self.piece(tile, Part::Key, piece), d, keys);
+                    let values = &mut buffers.values[index * PIECE * stride..][..PIECE * stride];
+                    L::values(element, self.piece(tile, Part::Value, piece), d, values);
+                }
+                if piece + CHUNK < seen {
+                    L::expect(self.piece(tile, Part::Key, piece + CHUNK));
+                    L::expect(self.piece(tile, Part::Value, piece + CHUNK));
+                }
             }
-            // Positions that nobody sees are read along: no score or value of theirs is used.
-            L::keys(element, self.chunk(tile, Part::Key, chunk), d, &mut buffers.keys);
-            L::values(element, self.chunk(tile, Part::Value, chunk), d, &mut buffers.values);
             let first = tile.first_position();
             let sight = Sight { queries: tile.count, group: self.group, first, chunk };
             L::meet(&sight, d, buffers, &mut scratch.split);
         }
     }
 
-    /// Keys or values of the [`CHUNK`] positions from `position` on.
-    fn chunk(&self, tile: &Tile<'_>, part: Part, position: usize) -> &[u8] {
+    /// Keys or values of the [`PIECE`] positions from `position` on.
+    fn piece(&self, tile: &Tile<'_>, part: Part, position: usize) -> &[u8] {
         let (block, token) = self.mapping.slot(&tile.segment.row, position);
         let at = self.layout.offset(block, self.layer, part, tile.head, token);
-        &self.arena[at..][..CHUNK * self.layout.head_dim() * self.layout.element().bytes()]
+        &self.arena[at..][..PIECE * self.layout.head_dim() * self.layout.element().bytes()]
     }
 
     /// Puts the tile's query vectors in place.

@@ -11,7 +11,7 @@ use crate::error::{KvError, ShapeError, length, product};
 
 mod segments;
 
-pub(crate) use segments::{Segment, Segments, Sharing};
+pub(crate) use segments::{SHARED_UNIT, Segment, Segments, Sharing};
 
 /// How an element of the KV arena is kept.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::scratch::{Buffers, Partial};
-use super::{CHUNK, Sight};
+use super::{CHUNK, LANES, Sight};
 use crate::cpu::exp::exp;
 use crate::cpu::kv::KvElement;
 use crate::cpu::matmul::fused;
@@ -28,9 +28,9 @@ pub(super) trait Lanes {
     const BLOCK: usize;
     /// Puts query vector `vector`, times `scale`, into its place.
     fn query(q: &mut [f32], vector: usize, x: &[f32], scale: f32);
-    /// Takes the [`CHUNK`] keys of a chunk.
+    /// Takes the keys of a piece of a chunk.
     fn keys(element: KvElement, bytes: &[u8], head_dim: usize, keys: &mut [f32]);
-    /// Takes the [`CHUNK`] values of a chunk.
+    /// Takes the values of a piece, one position after the other, each padded.
     fn values(element: KvElement, bytes: &[u8], head_dim: usize, values: &mut [f32]);
     /// Scores, weights and weighted values of all query vectors of a tile that see anything of the chunk.
     fn meet(sight: &Sight, head_dim: usize, buffers: &mut Buffers, partial: &mut Partial);
@@ -45,7 +45,7 @@ trait Steps {
     /// The largest score.
     fn max(scores: &[f32; CHUNK]) -> f32;
     /// Scores become `exp(score - max)`, added to `sums` lane by lane.
-    fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; CHUNK]);
+    fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; LANES]);
     /// `values *= factor`.
     fn shrink(values: &mut [f32], factor: f32);
     /// `acc += Σ weights[t] * values[t]`, `t` in order.
@@ -114,6 +114,16 @@ fn singles(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
+#[inline(always)]
+fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; LANES]) {
+    for score in &mut *scores {
+        *score = exp(*score - max);
+    }
+    for scores in scores.as_chunks::<LANES>().0 {
+        sums.iter_mut().zip(scores).for_each(|(sum, score)| *sum += score);
+    }
+}
+
 pub(super) struct Portable;
 
 impl Steps for Portable {
@@ -135,11 +145,8 @@ impl Steps for Portable {
         scores.iter().copied().fold(f32::NEG_INFINITY, f32::max)
     }
 
-    fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; CHUNK]) {
-        for (score, sum) in scores.iter_mut().zip(sums) {
-            *score = exp(*score - max);
-            *sum += *score;
-        }
+    fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; LANES]) {
+        weights(scores, max, sums);
     }
 
     fn shrink(values: &mut [f32], factor: f32) {

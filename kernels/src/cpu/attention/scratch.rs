@@ -1,7 +1,7 @@
 //! What a tile keeps while it runs.
 
 use super::lanes::Lanes;
-use super::{CHUNK, exp};
+use super::{CHUNK, LANES, exp};
 
 /// Softmax state of query vectors: running maximum, sum of weights, weighted sum of values.
 #[derive(Default)]
@@ -9,8 +9,8 @@ pub(super) struct Partial {
     /// Elements of a vector's weighted values.
     stride: usize,
     pub(super) max: Vec<f32>,
-    /// Per place within a chunk.
-    pub(super) sums: Vec<[f32; CHUNK]>,
+    /// By position modulo [`LANES`].
+    pub(super) sums: Vec<[f32; LANES]>,
     /// `[vectors][stride]`.
     pub(super) values: Vec<f32>,
 }
@@ -22,7 +22,7 @@ impl Partial {
         self.max.clear();
         self.max.resize(vectors, f32::NEG_INFINITY);
         self.sums.clear();
-        self.sums.resize(vectors, [0.0; CHUNK]);
+        self.sums.resize(vectors, [0.0; LANES]);
         self.values.clear();
         self.values.resize(vectors * stride, 0.0);
     }
@@ -33,14 +33,20 @@ impl Partial {
             if sum(&next.sums[vector]) == 0.0 {
                 continue;
             }
-            let (max, next_max) = (&mut self.max[vector], next.max[vector]);
-            let top = max.max(next_max);
-            let (mine, theirs) = (exp(*max - top), exp(next_max - top));
-            *max = top;
-            let add = |(x, next): (&mut f32, &f32)| *x = *x * mine + next * theirs;
+            let (sums, next_sums) = (&mut self.sums[vector], &next.sums[vector]);
             let range = vector * self.stride..(vector + 1) * self.stride;
-            self.values[range.clone()].iter_mut().zip(&next.values[range]).for_each(add);
-            self.sums[vector].iter_mut().zip(&next.sums[vector]).for_each(add);
+            let (values, next_values) = (&mut self.values[range.clone()], &next.values[range]);
+            let (max, next_max) = (self.max[vector], next.max[vector]);
+            self.max[vector] = max.max(next_max);
+            if max == f32::NEG_INFINITY {
+                *sums = *next_sums;
+                values.copy_from_slice(next_values);
+            } else {
+                let mine = exp(max - self.max[vector]);
+                let theirs = exp(next_max - self.max[vector]);
+                weighted_sum(sums, mine, next_sums, theirs);
+                weighted_sum(values, mine, next_values, theirs);
+            }
         }
     }
 
@@ -56,26 +62,33 @@ impl Partial {
 impl Partial {
     /// Elements that [`Partial::store`] fills.
     const fn state_len(stride: usize) -> usize {
-        1 + CHUNK + stride
+        1 + LANES + stride
     }
 
     fn store(&self, vector: usize, state: &mut [f32]) {
         state[0] = self.max[vector];
-        state[1..=CHUNK].copy_from_slice(&self.sums[vector]);
-        state[1 + CHUNK..].copy_from_slice(&self.values[vector * self.stride..][..self.stride]);
+        state[1..=LANES].copy_from_slice(&self.sums[vector]);
+        state[1 + LANES..].copy_from_slice(&self.values[vector * self.stride..][..self.stride]);
     }
 
     fn load(&mut self, vector: usize, state: &[f32]) {
         self.max[vector] = state[0];
-        self.sums[vector].copy_from_slice(&state[1..=CHUNK]);
-        self.values[vector * self.stride..][..self.stride].copy_from_slice(&state[1 + CHUNK..]);
+        self.sums[vector].copy_from_slice(&state[1..=LANES]);
+        self.values[vector * self.stride..][..self.stride].copy_from_slice(&state[1 + LANES..]);
+    }
+}
+
+/// `x = x * mine + next * theirs`.
+fn weighted_sum(x: &mut [f32], mine: f32, next: &[f32], theirs: f32) {
+    for (x, next) in x.iter_mut().zip(next) {
+        *x = *x * mine + next * theirs;
     }
 }
 
 /// Added as a tree that folds the upper half onto the lower.
-fn sum(sums: &[f32; CHUNK]) -> f32 {
+fn sum(sums: &[f32; LANES]) -> f32 {
     let mut sums = *sums;
-    let mut width = CHUNK / 2;
+    let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
             sums[i] += sums[i + width];

@@ -10,6 +10,8 @@ use std::ops::Range;
 
 use super::MappedRow;
 
+/// Shared segments end at multiples of so many positions: attention takes no fewer at once.
+pub(crate) const SHARED_UNIT: usize = 32;
 /// Fewest positions that are a segment of their own: setting the softmax state aside costs about as much as reading them twice.
 const LEAST_SHARED: usize = 64;
 /// Deepest nesting of shared segments. Each level is one hand-over between the threads, in every layer.
@@ -32,7 +34,7 @@ pub(crate) struct Segment {
     pub(crate) row: MappedRow,
     pub(crate) first_query: usize,
     pub(crate) queries: usize,
-    /// Multiple of the block size.
+    /// Multiple of [`SHARED_UNIT`].
     pub(crate) from: usize,
     pub(crate) to: usize,
 }
@@ -58,7 +60,7 @@ impl Segments {
         let common = rows
             .windows(2)
             .map(|pair| blocks(&pair[0]).iter().zip(blocks(&pair[1])).take_while(|(a, b)| a == b).count())
-            .map(|blocks| blocks * block_size)
+            .map(|blocks| blocks * block_size / SHARED_UNIT * SHARED_UNIT)
             .collect();
         let sorted = Sorted { first_query: vec![0; rows.len()], rows, common };
         sorted.segments()
@@ -68,7 +70,7 @@ impl Segments {
 /// Rows in the order of their tables: those with common first blocks are neighbours.
 struct Sorted {
     rows: Vec<MappedRow>,
-    /// Positions that a row has in common with the next.
+    /// Positions that a row has in common with the next, whole units.
     common: Vec<usize>,
     first_query: Vec<usize>,
 }

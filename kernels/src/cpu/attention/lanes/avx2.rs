@@ -7,8 +7,7 @@ use std::arch::x86_64::{
     _mm256_max_ps, _mm256_permute2f128_ps, _mm256_set1_ps, _mm256_setzero_ps,
 };
 
-use super::{CHUNK, Steps};
-use crate::cpu::exp::exp;
+use super::{CHUNK, LANES, Steps};
 use crate::cpu::vector::{load_f32x8, load_i128, store_f32x8};
 
 /// AVX2, FMA and F16C, as found by [`Isa::usable`](crate::Isa::usable).
@@ -28,7 +27,7 @@ impl Steps for Avx2 {
     }
 
     #[inline(always)]
-    fn weights(scores: &mut [f32; CHUNK], top: f32, sums: &mut [f32; CHUNK]) {
+    fn weights(scores: &mut [f32; CHUNK], top: f32, sums: &mut [f32; LANES]) {
         // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
         unsafe { weights(scores, top, sums) }
     }
@@ -119,8 +118,11 @@ fn quads(a: __m256, b: __m256, c: __m256, d: __m256) -> __m256 {
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn max(scores: &[f32; CHUNK]) -> f32 {
-    let halves = scores.as_chunks::<8>().0;
-    let x = _mm256_max_ps(load_f32x8(&halves[0]), load_f32x8(&halves[1]));
+    let [first, rest @ ..] = scores.as_chunks::<8>().0 else { return f32::NEG_INFINITY };
+    let mut x = load_f32x8(first);
+    for scores in rest {
+        x = _mm256_max_ps(x, load_f32x8(scores));
+    }
     let x = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
     let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     let x = _mm_max_ss(x, _mm_movehdup_ps(x));
@@ -129,11 +131,8 @@ fn max(scores: &[f32; CHUNK]) -> f32 {
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; CHUNK]) {
-    for (score, sum) in scores.iter_mut().zip(sums) {
-        *score = exp(*score - max);
-        *sum += *score;
-    }
+fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; LANES]) {
+    super::weights(scores, max, sums);
 }
 
 #[inline]

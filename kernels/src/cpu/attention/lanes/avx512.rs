@@ -4,27 +4,27 @@
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::{
-    __m512, __m512i, _CMP_GT_OQ, _CMP_NLT_UQ, _MM_HINT_T0, _mm_prefetch, _mm256_cvtph_ps, _mm256_loadu_si256,
-    _mm512_add_ps, _mm512_castps_si512, _mm512_castsi128_si512, _mm512_castsi512_ps, _mm512_castsi512_si256,
-    _mm512_cmp_ps_mask, _mm512_cvtph_ps, _mm512_extracti64x4_epi64, _mm512_fmadd_ps, _mm512_inserti32x4,
-    _mm512_loadu_ps, _mm512_mask_blend_ps, _mm512_maskz_scalef_ps, _mm512_mul_ps, _mm512_permutexvar_epi64,
-    _mm512_reduce_max_ps, _mm512_set1_ps, _mm512_setr_epi64, _mm512_setzero_ps, _mm512_sub_ps,
-    _mm512_unpackhi_epi16, _mm512_unpackhi_epi32, _mm512_unpackhi_epi64, _mm512_unpacklo_epi16,
-    _mm512_unpacklo_epi32, _mm512_unpacklo_epi64, _mm512_zextps256_ps512,
+    __m512, __m512i, _CMP_GT_OQ, _CMP_NLT_UQ, _MM_HINT_T0, _mm_prefetch, _mm256_castps_si256,
+    _mm256_cvtph_ps, _mm512_add_ps, _mm512_castsi128_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
+    _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_inserti32x4, _mm512_loadu_ps, _mm512_mask_blend_ps,
+    _mm512_maskz_scalef_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_permutexvar_epi64, _mm512_reduce_max_ps,
+    _mm512_set1_ps, _mm512_setr_epi64, _mm512_setzero_ps, _mm512_sub_ps, _mm512_unpackhi_epi16,
+    _mm512_unpackhi_epi32, _mm512_unpackhi_epi64, _mm512_unpacklo_epi16, _mm512_unpacklo_epi32,
+    _mm512_unpacklo_epi64, _mm512_zextps256_ps512,
 };
 
-use super::{CHUNK, Lanes, singles};
-use crate::cpu::attention::Sight;
+use super::{Lanes, singles};
 use crate::cpu::attention::scratch::{Buffers, Partial};
+use crate::cpu::attention::{CHUNK, LANES, PIECE, Sight};
 use crate::cpu::exp::{self, exp};
 use crate::cpu::kv::KvElement;
-use crate::cpu::vector::{load_i128, store_f32x16};
+use crate::cpu::vector::{load_f32x8, load_i128, load_i256, store_f32x16};
 
-/// Query vectors whose scores are computed together: two sums each, of even and odd dimensions, stay in registers.
-const BLOCK: usize = 12;
-/// Query vectors whose weighted values are computed together, [`COLUMNS`] registers each.
-const ROWS: usize = 6;
-const COLUMNS: usize = 4;
+/// Query vectors that meet a chunk together: their scores (two vectors and two sums each) or 4 vectors of their weighted values stay in
+/// registers.
+const BLOCK: usize = 6;
+/// Pieces of a chunk.
+const PIECES: usize = CHUNK / PIECE;
 
 /// AVX-512 F, BW, DQ and VL, as found by [`Isa::usable`](crate::Isa::usable).
 pub(in crate::cpu::attention) struct Avx512;
@@ -41,20 +41,20 @@ impl Lanes for Avx512 {
         }
     }
 
+    /// `[head_dim][PIECE]`.
     fn keys(element: KvElement, bytes: &[u8], head_dim: usize, keys: &mut [f32]) {
-        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX-512 F, BW, DQ and VL.
-        unsafe {
-            match element {
-                KvElement::F16 => turn_halves(bytes, head_dim, keys),
-                KvElement::F32 => turn_singles(bytes, head_dim, keys),
-            }
+        match element {
+            // SAFETY: `attention` uses this type only where `Isa::usable` found AVX-512 F, BW, DQ and VL.
+            KvElement::F16 => unsafe { turn_halves(head_dim, bytes, keys) },
+            // SAFETY: as above.
+            KvElement::F32 => unsafe { turn_singles(head_dim, bytes, keys) },
         }
     }
 
     fn values(element: KvElement, bytes: &[u8], head_dim: usize, values: &mut [f32]) {
         match element {
             // SAFETY: `attention` uses this type only where `Isa::usable` found AVX-512 F, BW, DQ and VL.
-            KvElement::F16 => unsafe { widen(bytes, head_dim, values) },
+            KvElement::F16 => unsafe { widen(head_dim, bytes, values) },
             KvElement::F32 => {
                 let rows = values.chunks_exact_mut(head_dim.next_multiple_of(16));
                 rows.zip(bytes.chunks_exact(head_dim * 4)).for_each(|(row, bytes)| singles(bytes, row));
@@ -64,15 +64,47 @@ impl Lanes for Avx512 {
 
     fn meet(sight: &Sight, head_dim: usize, buffers: &mut Buffers, partial: &mut Partial) {
         // SAFETY: `attention` uses this type only where `Isa::usable` found AVX-512 F, BW, DQ and VL.
-        unsafe { meet(sight, head_dim, buffers, partial) }
+        unsafe { meet(head_dim, sight, buffers, partial) }
     }
 
     fn expect(bytes: &[u8]) {
-        for line in bytes.chunks(64) {
+        for line in bytes.as_chunks::<64>().0 {
             // SAFETY: a prefetch reads nothing that the program can see; the address is that of a reference.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
         }
     }
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn turn_halves(head_dim: usize, bytes: &[u8], keys: &mut [f32]) {
+    match head_dim {
+        64 => turn_halves_of::<64>(head_dim, bytes, keys),
+        128 => turn_halves_of::<128>(head_dim, bytes, keys),
+        _ => turn_halves_of::<0>(head_dim, bytes, keys),
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn widen(head_dim: usize, bytes: &[u8], values: &mut [f32]) {
+    match head_dim {
+        64 => widen_of::<64>(head_dim, bytes, values),
+        128 => widen_of::<128>(head_dim, bytes, values),
+        _ => widen_of::<0>(head_dim, bytes, values),
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn meet(head_dim: usize, sight: &Sight, buffers: &mut Buffers, partial: &mut Partial) {
+    match head_dim {
+        64 => meet_of::<64>(head_dim, sight, buffers, partial),
+        128 => meet_of::<128>(head_dim, sight, buffers, partial),
+        _ => meet_of::<0>(head_dim, sight, buffers, partial),
+    }
+}
+
+/// The head dimension, for the compiler a constant where `D` is not 0: the usual ones have their own loops.
+const fn dimension<const D: usize>(head_dim: usize) -> usize {
+    if D == 0 { head_dim } else { D }
 }
 
 #[inline]
@@ -82,15 +114,20 @@ fn load(values: &[f32; 16]) -> __m512 {
     unsafe { _mm512_loadu_ps(values.as_ptr()) }
 }
 
-/// Keys of half precision to `[head_dim][CHUNK]`, 8 dimensions at a time.
+/// Keys of half precision to `[head_dim][PIECE]`: turned 8 dimensions at a time, and widened afterwards, since widening from memory is
+/// half the work of widening from a register.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn turn_halves(bytes: &[u8], head_dim: usize, keys: &mut [f32]) {
+fn turn_halves_of<const D: usize>(head_dim: usize, bytes: &[u8], keys: &mut [f32]) {
     // Of a vector whose quarters hold positions `[0, 4)`, `[4, 8)` ... of two dimensions, to positions `[0, 16)` of each.
     let order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-    let pieces = bytes.as_chunks::<16>().0;
+    let head_dim = dimension::<D>(head_dim);
     let row = head_dim / 8;
-    for (i, keys) in keys.as_chunks_mut::<16>().0.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-        let [a, b, c, d] = quarters(pieces, i, row);
+    let bytes = &bytes.as_chunks::<16>().0[..PIECE * row];
+    let keys = &mut keys.as_chunks_mut::<16>().0[..head_dim];
+    let turned = &mut keys[head_dim / 2..].as_chunks_mut::<4>().0[..row];
+    for (i, turned) in turned.iter_mut().enumerate() {
+        let (a, b) = (quarters(bytes, i, row), quarters(bytes, row + i, row));
+        let (c, d) = (quarters(bytes, 2 * row + i, row), quarters(bytes, 3 * row + i, row));
         let (ab, cd) = (_mm512_unpacklo_epi16(a, b), _mm512_unpacklo_epi16(c, d));
         let (ab_high, cd_high) = (_mm512_unpackhi_epi16(a, b), _mm512_unpackhi_epi16(c, d));
         let pairs = [
@@ -99,60 +136,56 @@ fn turn_halves(bytes: &[u8], head_dim: usize, keys: &mut [f32]) {
             _mm512_unpacklo_epi32(ab_high, cd_high),
             _mm512_unpackhi_epi32(ab_high, cd_high),
         ];
-        for (pair, keys) in pairs.into_iter().zip(keys.as_chunks_mut::<2>().0) {
-            let pair = _mm512_permutexvar_epi64(order, pair);
-            store_f32x16(_mm512_cvtph_ps(_mm512_castsi512_si256(pair)), &mut keys[0]);
-            store_f32x16(_mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(pair)), &mut keys[1]);
+        for (pair, turned) in pairs.into_iter().zip(turned) {
+            store_f32x16(_mm512_castsi512_ps(_mm512_permutexvar_epi64(order, pair)), turned);
         }
+    }
+    // From the second half of the memory to all of it: what is written was read before.
+    for pair in 0..head_dim / 2 {
+        let halves = keys[head_dim / 2 + pair].as_chunks::<8>().0;
+        let (first, second) = (load_f32x8(&halves[0]), load_f32x8(&halves[1]));
+        store_f32x16(_mm512_cvtph_ps(_mm256_castps_si256(first)), &mut keys[2 * pair]);
+        store_f32x16(_mm512_cvtph_ps(_mm256_castps_si256(second)), &mut keys[2 * pair + 1]);
     }
 }
 
-/// Keys of single precision to `[head_dim][CHUNK]`, 4 dimensions at a time.
+/// Keys of single precision to `[head_dim][PIECE]`, 4 dimensions at a time.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn turn_singles(bytes: &[u8], head_dim: usize, keys: &mut [f32]) {
-    let pieces = bytes.as_chunks::<16>().0;
+fn turn_singles(head_dim: usize, bytes: &[u8], keys: &mut [f32]) {
     let row = head_dim / 4;
-    for (i, keys) in keys.as_chunks_mut::<16>().0.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-        let [a, b, c, d] = quarters(pieces, i, row);
+    let bytes = &bytes.as_chunks::<16>().0[..PIECE * row];
+    let keys = &mut keys.as_chunks_mut::<16>().0.as_chunks_mut::<4>().0[..row];
+    for (i, keys) in keys.iter_mut().enumerate() {
+        let (a, b) = (quarters(bytes, i, row), quarters(bytes, row + i, row));
+        let (c, d) = (quarters(bytes, 2 * row + i, row), quarters(bytes, 3 * row + i, row));
         let (ab, cd) = (_mm512_unpacklo_epi32(a, b), _mm512_unpacklo_epi32(c, d));
         let (ab_high, cd_high) = (_mm512_unpackhi_epi32(a, b), _mm512_unpackhi_epi32(c, d));
-        let turned = [
-            _mm512_unpacklo_epi64(ab, cd),
-            _mm512_unpackhi_epi64(ab, cd),
-            _mm512_unpacklo_epi64(ab_high, cd_high),
-            _mm512_unpackhi_epi64(ab_high, cd_high),
-        ];
-        for (turned, keys) in turned.into_iter().zip(keys) {
-            store_f32x16(_mm512_castsi512_ps(turned), keys);
-        }
+        store_f32x16(_mm512_castsi512_ps(_mm512_unpacklo_epi64(ab, cd)), &mut keys[0]);
+        store_f32x16(_mm512_castsi512_ps(_mm512_unpackhi_epi64(ab, cd)), &mut keys[1]);
+        store_f32x16(_mm512_castsi512_ps(_mm512_unpacklo_epi64(ab_high, cd_high)), &mut keys[2]);
+        store_f32x16(_mm512_castsi512_ps(_mm512_unpackhi_epi64(ab_high, cd_high)), &mut keys[3]);
     }
 }
 
-/// Piece `i` of [`CHUNK`] rows of `row` pieces: quarter `q` of vector `v` is that of row `4 * q + v`.
+/// The 16 bytes at `at` of rows 0, 4, 8 and 12, rows being so many times 16 bytes.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn quarters(pieces: &[[u8; 16]], i: usize, row: usize) -> [__m512i; 4] {
-    let mut vectors = [_mm512_castps_si512(_mm512_setzero_ps()); 4];
-    for (v, vector) in vectors.iter_mut().enumerate() {
-        let first = &pieces[v * row + i..][..12 * row + 1];
-        let x = _mm512_castsi128_si512(load_i128(&first[0]));
-        let x = _mm512_inserti32x4::<1>(x, load_i128(&first[4 * row]));
-        let x = _mm512_inserti32x4::<2>(x, load_i128(&first[8 * row]));
-        *vector = _mm512_inserti32x4::<3>(x, load_i128(&first[12 * row]));
-    }
-    vectors
+fn quarters(bytes: &[[u8; 16]], at: usize, row: usize) -> __m512i {
+    let x = _mm512_castsi128_si512(load_i128(&bytes[at]));
+    let x = _mm512_inserti32x4::<1>(x, load_i128(&bytes[at + 4 * row]));
+    let x = _mm512_inserti32x4::<2>(x, load_i128(&bytes[at + 8 * row]));
+    _mm512_inserti32x4::<3>(x, load_i128(&bytes[at + 12 * row]))
 }
 
 /// Values of half precision to rows padded with zeros to whole vectors.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn widen(bytes: &[u8], head_dim: usize, values: &mut [f32]) {
+fn widen_of<const D: usize>(head_dim: usize, bytes: &[u8], values: &mut [f32]) {
+    let head_dim = dimension::<D>(head_dim);
     let rows = values.as_chunks_mut::<16>().0.chunks_exact_mut(head_dim.div_ceil(16));
     for (row, bytes) in rows.zip(bytes.chunks_exact(head_dim * 2)) {
         let (whole, rest) = bytes.as_chunks::<32>();
         for (out, halves) in row.iter_mut().zip(whole) {
-            // SAFETY: the reference proves 32 readable bytes; the load needs no alignment.
-            let halves = unsafe { _mm256_loadu_si256(halves.as_ptr().cast()) };
-            store_f32x16(_mm512_cvtph_ps(halves), out);
+            store_f32x16(_mm512_cvtph_ps(load_i256(halves)), out);
         }
         if let (Some(halves), Some(out)) = (rest.first_chunk::<16>(), row.last_mut()) {
             store_f32x16(_mm512_zextps256_ps512(_mm256_cvtph_ps(load_i128(halves))), out);
@@ -161,8 +194,10 @@ fn widen(bytes: &[u8], head_dim: usize, values: &mut [f32]) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn meet(sight: &Sight, head_dim: usize, buffers: &mut Buffers, partial: &mut Partial) {
-    let keys = buffers.keys.as_chunks::<16>().0;
+fn meet_of<const D: usize>(head_dim: usize, sight: &Sight, buffers: &mut Buffers, partial: &mut Partial) {
+    let head_dim = dimension::<D>(head_dim);
+    let (first, second) = buffers.keys.as_chunks::<PIECE>().0.split_at(head_dim);
+    let keys = [&first[..head_dim], &second[..head_dim]];
     let blocks = buffers.q.as_chunks::<BLOCK>().0.chunks_exact(head_dim);
     // A block of which some vectors are blind is computed as a whole; nobody reads their scores.
     for (q, scores) in blocks.zip(buffers.scores.chunks_mut(BLOCK)).skip(sight.blind() / BLOCK) {
@@ -172,13 +207,7 @@ fn meet(sight: &Sight, head_dim: usize, buffers: &mut Buffers, partial: &mut Par
             3 => dots::<3>(q, keys, scores),
             4 => dots::<4>(q, keys, scores),
             5 => dots::<5>(q, keys, scores),
-            6 => dots::<6>(q, keys, scores),
-            7 => dots::<7>(q, keys, scores),
-            8 => dots::<8>(q, keys, scores),
-            9 => dots::<9>(q, keys, scores),
-            10 => dots::<10>(q, keys, scores),
-            11 => dots::<11>(q, keys, scores),
-            _ => dots::<12>(q, keys, scores),
+            _ => dots::<6>(q, keys, scores),
         }
     }
     let columns = head_dim.div_ceil(16);
@@ -197,9 +226,9 @@ fn meet(sight: &Sight, head_dim: usize, buffers: &mut Buffers, partial: &mut Par
     let values = buffers.values.as_chunks::<16>().0;
     for (vectors, seen) in sight.runs() {
         let values = &values[..seen * columns];
-        let weights = buffers.scores[vectors.clone()].chunks(ROWS);
+        let weights = buffers.scores[vectors.clone()].chunks(BLOCK);
         let sums = &mut sums[vectors.start * columns..vectors.end * columns];
-        for (weights, sums) in weights.zip(sums.chunks_mut(ROWS * columns)) {
+        for (weights, sums) in weights.zip(sums.chunks_mut(BLOCK * columns)) {
             match weights.len() {
                 1 => add::<1>(weights, values, columns, sums),
                 2 => add::<2>(weights, values, columns, sums),
@@ -215,22 +244,30 @@ fn meet(sight: &Sight, head_dim: usize, buffers: &mut Buffers, partial: &mut Par
 /// Scores of `R` query vectors: one sum over the even dimensions in order, one over the odd ones, then the two.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn dots<const R: usize>(q: &[[f32; BLOCK]], keys: &[[f32; 16]], scores: &mut [[f32; CHUNK]]) {
-    let mut even = [_mm512_setzero_ps(); R];
-    let mut odd = [_mm512_setzero_ps(); R];
-    for (q, key) in q.as_chunks::<2>().0.iter().zip(keys.as_chunks::<2>().0) {
-        let x = load(&key[0]);
+fn dots<const R: usize>(q: &[[f32; BLOCK]], keys: [&[[f32; PIECE]]; PIECES], scores: &mut [[f32; CHUNK]]) {
+    let mut even = [[_mm512_setzero_ps(); PIECES]; R];
+    let mut odd = [[_mm512_setzero_ps(); PIECES]; R];
+    let q = q.as_chunks::<2>().0;
+    let keys = keys.map(|keys| &keys.as_chunks::<2>().0[..q.len()]);
+    for i in 0..q.len() {
+        let (x, y) = (load(&keys[0][i][0]), load(&keys[1][i][0]));
         for r in 0..R {
-            even[r] = _mm512_fmadd_ps(x, _mm512_set1_ps(q[0][r]), even[r]);
+            let q = _mm512_set1_ps(q[i][0][r]);
+            even[r][0] = _mm512_fmadd_ps(x, q, even[r][0]);
+            even[r][1] = _mm512_fmadd_ps(y, q, even[r][1]);
         }
-        let x = load(&key[1]);
+        let (x, y) = (load(&keys[0][i][1]), load(&keys[1][i][1]));
         for r in 0..R {
-            odd[r] = _mm512_fmadd_ps(x, _mm512_set1_ps(q[1][r]), odd[r]);
+            let q = _mm512_set1_ps(q[i][1][r]);
+            odd[r][0] = _mm512_fmadd_ps(x, q, odd[r][0]);
+            odd[r][1] = _mm512_fmadd_ps(y, q, odd[r][1]);
         }
     }
     let scores = &mut scores[..R];
     for r in 0..R {
-        store_f32x16(_mm512_add_ps(even[r], odd[r]), &mut scores[r]);
+        let pieces = scores[r].as_chunks_mut::<PIECE>().0;
+        store_f32x16(_mm512_add_ps(even[r][0], odd[r][0]), &mut pieces[0]);
+        store_f32x16(_mm512_add_ps(even[r][1], odd[r][1]), &mut pieces[1]);
     }
 }
 
@@ -241,14 +278,18 @@ fn weigh(
     scores: &mut [f32; CHUNK],
     seen: usize,
     max: &mut f32,
-    sums: &mut [f32; CHUNK],
+    sums: &mut [f32; LANES],
     values: &mut [[f32; 16]],
 ) {
-    let visible = (0xFFFF_u32 >> (CHUNK - seen)) as u16;
-    let x = _mm512_mask_blend_ps(visible, _mm512_set1_ps(f32::NEG_INFINITY), load(scores));
+    let visible = u32::MAX >> (CHUNK - seen);
+    let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
+    let pieces = scores.as_chunks_mut::<PIECE>().0;
+    let x = _mm512_mask_blend_ps(visible as u16, nothing, load(&pieces[0]));
+    let y = _mm512_mask_blend_ps((visible >> PIECE) as u16, nothing, load(&pieces[1]));
     let mut total = load(sums);
-    if _mm512_cmp_ps_mask::<_CMP_GT_OQ>(x, _mm512_set1_ps(*max)) != 0 {
-        let top = _mm512_reduce_max_ps(x);
+    let largest = _mm512_max_ps(x, y);
+    if _mm512_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm512_set1_ps(*max)) != 0 {
+        let top = _mm512_reduce_max_ps(largest);
         let factor = _mm512_set1_ps(exp(*max - top));
         *max = top;
         total = _mm512_mul_ps(total, factor);
@@ -256,9 +297,11 @@ fn weigh(
             store_f32x16(_mm512_mul_ps(load(value), factor), value);
         }
     }
-    let weights = exp_of_negative(_mm512_sub_ps(x, _mm512_set1_ps(*max)));
-    store_f32x16(weights, scores);
-    store_f32x16(_mm512_add_ps(total, weights), sums);
+    let top = _mm512_set1_ps(*max);
+    let (x, y) = (exp_of_negative(_mm512_sub_ps(x, top)), exp_of_negative(_mm512_sub_ps(y, top)));
+    store_f32x16(x, &mut pieces[0]);
+    store_f32x16(y, &mut pieces[1]);
+    store_f32x16(_mm512_add_ps(_mm512_add_ps(total, x), y), sums);
 }
 
 /// [`exp`] of values that are not positive, the same bits: the clamps only matter for results that the mask replaces.
@@ -295,9 +338,9 @@ fn add<const R: usize>(
             1 => add_of::<R, 1>(weights, values, columns, column, sums),
             2 => add_of::<R, 2>(weights, values, columns, column, sums),
             3 => add_of::<R, 3>(weights, values, columns, column, sums),
-            _ => add_of::<R, COLUMNS>(weights, values, columns, column, sums),
+            _ => add_of::<R, 4>(weights, values, columns, column, sums),
         }
-        column += COLUMNS;
+        column += 4;
     }
 }
 
