@@ -38,6 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Case { rows: 32, context: 1040, tokens: 1, shared: 1000 },
         Case { rows: 32, context: 1040, tokens: 40, shared: 0 },
         Case { rows: 32, context: 1040, tokens: 40, shared: 1000 },
+        Case { rows: 1, context: 1024, tokens: 64, shared: 0 },
         prompt(512),
         prompt(2048),
     ];

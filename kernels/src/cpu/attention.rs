@@ -169,6 +169,10 @@ struct Sight {
 }
 
 impl Sight {
+    fn vectors(&self) -> usize {
+        self.queries * self.group
+    }
+
     /// Vectors that see none of the chunk: those of the first queries.
     fn blind(&self) -> usize {
         self.chunk.saturating_sub(self.first).min(self.queries) * self.group

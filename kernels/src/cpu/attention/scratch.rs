@@ -8,6 +8,7 @@ use super::{CHUNK, LANES, exp};
 pub(super) struct Partial {
     /// Elements of a vector's weighted values.
     stride: usize,
+    /// Whole groups of [`LANES`] vectors.
     pub(super) max: Vec<f32>,
     /// By position modulo [`LANES`].
     pub(super) sums: Vec<[f32; LANES]>,
@@ -20,7 +21,7 @@ impl Partial {
     pub(super) fn reset(&mut self, vectors: usize, stride: usize) {
         self.stride = stride;
         self.max.clear();
-        self.max.resize(vectors, f32::NEG_INFINITY);
+        self.max.resize(vectors.next_multiple_of(LANES), f32::NEG_INFINITY);
         self.sums.clear();
         self.sums.resize(vectors, [0.0; LANES]);
         self.values.clear();
@@ -29,7 +30,7 @@ impl Partial {
 
     /// Takes in the next split. A query that saw nothing of it (its sum is 0) stays as it is.
     pub(super) fn merge(&mut self, next: &Self) {
-        for vector in 0..self.max.len() {
+        for vector in 0..self.sums.len() {
             if sum(&next.sums[vector]) == 0.0 {
                 continue;
             }

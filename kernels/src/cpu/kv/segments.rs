@@ -134,3 +134,6 @@ impl Sorted {
         runs
     }
 }
+
+#[cfg(test)]
+mod tests;

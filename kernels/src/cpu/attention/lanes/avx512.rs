@@ -6,17 +6,19 @@
 use std::arch::x86_64::{
     __m512, __m512i, _CMP_GT_OQ, _CMP_NLT_UQ, _MM_HINT_T0, _mm_prefetch, _mm256_castps_si256,
     _mm256_cvtph_ps, _mm512_add_ps, _mm512_castsi128_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
-    _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_inserti32x4, _mm512_loadu_ps, _mm512_mask_blend_ps,
+    _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_inserti32x4, _mm512_loadu_ps, _mm512_mask_cmp_ps_mask,
     _mm512_maskz_scalef_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_permutexvar_epi64, _mm512_reduce_max_ps,
     _mm512_set1_ps, _mm512_setr_epi64, _mm512_setzero_ps, _mm512_sub_ps, _mm512_unpackhi_epi16,
     _mm512_unpackhi_epi32, _mm512_unpackhi_epi64, _mm512_unpacklo_epi16, _mm512_unpacklo_epi32,
     _mm512_unpacklo_epi64, _mm512_zextps256_ps512,
 };
 
+use std::ops::Range;
+
 use super::{Lanes, singles};
 use crate::cpu::attention::scratch::{Buffers, Partial};
 use crate::cpu::attention::{CHUNK, LANES, PIECE, Sight};
-use crate::cpu::exp::{self, exp};
+use crate::cpu::exp;
 use crate::cpu::kv::KvElement;
 use crate::cpu::vector::{load_f32x8, load_i128, load_i256, store_f32x16};
 
@@ -210,19 +212,28 @@ fn meet_of<const D: usize>(head_dim: usize, sight: &Sight, buffers: &mut Buffers
             _ => dots::<6>(q, keys, scores),
         }
     }
-    let columns = head_dim.div_ceil(16);
-    let sums = partial.values.as_chunks_mut::<16>().0;
-    for (vectors, seen) in sight.runs() {
-        for vector in vectors {
-            weigh(
-                &mut buffers.scores[vector],
-                seen,
-                &mut partial.max[vector],
-                &mut partial.sums[vector],
-                &mut sums[vector * columns..][..columns],
-            );
+    for (vectors, seen) in sight.runs().take_while(|(_, seen)| *seen < CHUNK) {
+        for scores in &mut buffers.scores[vectors] {
+            scores[seen..].fill(f32::NEG_INFINITY);
         }
     }
+    let columns = head_dim.div_ceil(16);
+    let blind = sight.blind();
+    for group in blind / 16..sight.vectors().div_ceil(16) {
+        let vectors = blind.max(group * 16)..sight.vectors().min(group * 16 + 16);
+        raise(group, vectors.clone(), &buffers.scores, columns, partial);
+        let max = partial.max[vectors.clone()].chunks(4);
+        let scores = buffers.scores[vectors.clone()].chunks_mut(4);
+        for ((scores, max), sums) in scores.zip(max).zip(partial.sums[vectors].chunks_mut(4)) {
+            match scores.len() {
+                1 => weigh::<1>(scores, max, sums),
+                2 => weigh::<2>(scores, max, sums),
+                3 => weigh::<3>(scores, max, sums),
+                _ => weigh::<4>(scores, max, sums),
+            }
+        }
+    }
+    let sums = partial.values.as_chunks_mut::<16>().0;
     let values = buffers.values.as_chunks::<16>().0;
     for (vectors, seen) in sight.runs() {
         let values = &values[..seen * columns];
@@ -248,7 +259,7 @@ fn dots<const R: usize>(q: &[[f32; BLOCK]], keys: [&[[f32; PIECE]]; PIECES], sco
     let mut even = [[_mm512_setzero_ps(); PIECES]; R];
     let mut odd = [[_mm512_setzero_ps(); PIECES]; R];
     let q = q.as_chunks::<2>().0;
-    let keys = keys.map(|keys| &keys.as_chunks::<2>().0[..q.len()]);
+    let keys = [&keys[0].as_chunks::<2>().0[..q.len()], &keys[1].as_chunks::<2>().0[..q.len()]];
     for i in 0..q.len() {
         let (x, y) = (load(&keys[0][i][0]), load(&keys[1][i][0]));
         for r in 0..R {
@@ -271,56 +282,108 @@ fn dots<const R: usize>(q: &[[f32; BLOCK]], keys: [&[[f32; PIECE]]; PIECES], sco
     }
 }
 
-/// Scores become weights, of which the first `seen` count.
+/// Raises the running maxima of some query vectors of a group of 16 to their scores, and scales what was added up before.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn weigh(
-    scores: &mut [f32; CHUNK],
-    seen: usize,
-    max: &mut f32,
-    sums: &mut [f32; LANES],
-    values: &mut [[f32; 16]],
+fn raise(
+    group: usize,
+    vectors: Range<usize>,
+    scores: &[[f32; CHUNK]],
+    columns: usize,
+    partial: &mut Partial,
 ) {
-    let visible = u32::MAX >> (CHUNK - seen);
-    let nothing = _mm512_set1_ps(f32::NEG_INFINITY);
-    let pieces = scores.as_chunks_mut::<PIECE>().0;
-    let x = _mm512_mask_blend_ps(visible as u16, nothing, load(&pieces[0]));
-    let y = _mm512_mask_blend_ps((visible >> PIECE) as u16, nothing, load(&pieces[1]));
-    let mut total = load(sums);
-    let largest = _mm512_max_ps(x, y);
-    if _mm512_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm512_set1_ps(*max)) != 0 {
-        let top = _mm512_reduce_max_ps(largest);
-        let factor = _mm512_set1_ps(exp(*max - top));
-        *max = top;
-        total = _mm512_mul_ps(total, factor);
-        for value in values {
+    let mut tops = [f32::NEG_INFINITY; 16];
+    for (vector, scores) in vectors.clone().zip(&scores[vectors]) {
+        let pieces = scores.as_chunks::<PIECE>().0;
+        tops[vector % 16] = _mm512_reduce_max_ps(_mm512_max_ps(load(&pieces[0]), load(&pieces[1])));
+    }
+    let max = &mut partial.max.as_chunks_mut::<16>().0[group];
+    let before = load(max);
+    let after = _mm512_max_ps(load(&tops), before);
+    store_f32x16(after, max);
+    // At first there is nothing to scale.
+    let some = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(before, _mm512_set1_ps(f32::NEG_INFINITY));
+    let mut raised = _mm512_mask_cmp_ps_mask::<_CMP_GT_OQ>(some, after, before);
+    if raised == 0 {
+        return;
+    }
+    let mut factors = [0.0; 16];
+    let [[factor, _]] = exp_of_negative(&[[_mm512_sub_ps(before, after); PIECES]]);
+    store_f32x16(factor, &mut factors);
+    while raised != 0 {
+        let lane = raised.trailing_zeros() as usize;
+        raised &= raised - 1;
+        let vector = group * 16 + lane;
+        let factor = _mm512_set1_ps(factors[lane % 16]);
+        let sums = &mut partial.sums[vector];
+        store_f32x16(_mm512_mul_ps(load(sums), factor), sums);
+        for value in &mut partial.values.as_chunks_mut::<16>().0[vector * columns..][..columns] {
             store_f32x16(_mm512_mul_ps(load(value), factor), value);
         }
     }
-    let top = _mm512_set1_ps(*max);
-    let (x, y) = (exp_of_negative(_mm512_sub_ps(x, top)), exp_of_negative(_mm512_sub_ps(y, top)));
-    store_f32x16(x, &mut pieces[0]);
-    store_f32x16(y, &mut pieces[1]);
-    store_f32x16(_mm512_add_ps(_mm512_add_ps(total, x), y), sums);
 }
 
-/// [`exp`] of values that are not positive, the same bits: the clamps only matter for results that the mask replaces.
+/// Scores of `R` query vectors become weights, added to `sums`.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-fn exp_of_negative(x: __m512) -> __m512 {
-    let round = _mm512_set1_ps(exp::ROUND);
-    let rounded = _mm512_add_ps(_mm512_mul_ps(x, _mm512_set1_ps(std::f32::consts::LOG2_E)), round);
-    let whole = _mm512_sub_ps(rounded, round);
-    let r = _mm512_sub_ps(x, _mm512_mul_ps(whole, _mm512_set1_ps(exp::LN2_HIGH)));
-    let r = _mm512_sub_ps(r, _mm512_mul_ps(whole, _mm512_set1_ps(exp::LN2_LOW)));
-    let mut p = _mm512_set1_ps(exp::POLYNOMIAL[0]);
-    for &factor in &exp::POLYNOMIAL[1..] {
-        p = _mm512_add_ps(_mm512_mul_ps(p, r), _mm512_set1_ps(factor));
+fn weigh<const R: usize>(scores: &mut [[f32; CHUNK]], max: &[f32], sums: &mut [[f32; LANES]]) {
+    let mut x = [[_mm512_setzero_ps(); PIECES]; R];
+    let (scores, max, sums) = (&mut scores[..R], &max[..R], &mut sums[..R]);
+    for r in 0..R {
+        let pieces = scores[r].as_chunks::<PIECE>().0;
+        let max = _mm512_set1_ps(max[r]);
+        x[r] = [_mm512_sub_ps(load(&pieces[0]), max), _mm512_sub_ps(load(&pieces[1]), max)];
     }
-    let e = _mm512_add_ps(_mm512_mul_ps(_mm512_mul_ps(p, r), r), r);
-    let e = _mm512_add_ps(e, _mm512_set1_ps(1.0));
-    let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(exp::LEAST));
-    _mm512_maskz_scalef_ps(normal, e, whole)
+    let weights = exp_of_negative(&x);
+    for r in 0..R {
+        let pieces = scores[r].as_chunks_mut::<PIECE>().0;
+        store_f32x16(weights[r][0], &mut pieces[0]);
+        store_f32x16(weights[r][1], &mut pieces[1]);
+        let sum = _mm512_add_ps(_mm512_add_ps(load(&sums[r]), weights[r][0]), weights[r][1]);
+        store_f32x16(sum, &mut sums[r]);
+    }
+}
+
+/// [`exp`](exp::exp) of values that are not positive, the same bits: the clamps only matter for results that the mask replaces.
+///
+/// One operation after the other for all vectors, since each must wait for the one before it.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+fn exp_of_negative<const R: usize>(x: &[[__m512; PIECES]; R]) -> [[__m512; PIECES]; R] {
+    let round = _mm512_set1_ps(exp::ROUND);
+    let mut whole = [[_mm512_setzero_ps(); PIECES]; R];
+    let mut rest = [[_mm512_setzero_ps(); PIECES]; R];
+    let mut p = [[_mm512_set1_ps(exp::POLYNOMIAL[0]); PIECES]; R];
+    for r in 0..R {
+        for i in 0..PIECES {
+            let n = _mm512_mul_ps(x[r][i], _mm512_set1_ps(std::f32::consts::LOG2_E));
+            whole[r][i] = _mm512_sub_ps(_mm512_add_ps(n, round), round);
+        }
+    }
+    for r in 0..R {
+        for i in 0..PIECES {
+            let high = _mm512_mul_ps(whole[r][i], _mm512_set1_ps(exp::LN2_HIGH));
+            let low = _mm512_mul_ps(whole[r][i], _mm512_set1_ps(exp::LN2_LOW));
+            rest[r][i] = _mm512_sub_ps(_mm512_sub_ps(x[r][i], high), low);
+        }
+    }
+    for k in 1..exp::POLYNOMIAL.len() {
+        let factor = _mm512_set1_ps(exp::POLYNOMIAL[k]);
+        for r in 0..R {
+            for i in 0..PIECES {
+                p[r][i] = _mm512_add_ps(_mm512_mul_ps(p[r][i], rest[r][i]), factor);
+            }
+        }
+    }
+    for r in 0..R {
+        for i in 0..PIECES {
+            let squared = _mm512_mul_ps(_mm512_mul_ps(p[r][i], rest[r][i]), rest[r][i]);
+            let e = _mm512_add_ps(_mm512_add_ps(squared, rest[r][i]), _mm512_set1_ps(1.0));
+            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x[r][i], _mm512_set1_ps(exp::LEAST));
+            p[r][i] = _mm512_maskz_scalef_ps(normal, e, whole[r][i]);
+        }
+    }
+    p
 }
 
 /// `sums += weights * values` of `R` query vectors, positions in order.
