@@ -3,26 +3,38 @@
 //! **Owns** the order in which a query meets its positions, and the split of that work over threads. **Never** writes KV.
 //!
 //! The order is fixed by position alone: chunks of [`CHUNK`] positions with an online softmax (Milakov and Gimelshein, 2018), and every
-//! [`SPLIT`] positions the result so far is set aside and merged in order (Dao et al., `FlashDecoding`, 2023). Whether the splits of a query ran on
-//! one thread or on several, in a prompt's step or alone, its bits are the same.
+//! [`SPLIT`] positions the result so far is set aside and merged in order (Dao et al., `FlashDecoding`, 2023). Whether the splits of a
+//! query ran on one thread or on several, in a prompt's step or alone, with or without other rows' queries, its bits are the same: a
+//! query that leaves a shared segment amid a split takes the state of that split along.
+
+use std::cell::RefCell;
+use std::ops::Range;
 
 use super::disjoint::Disjoint;
 use super::exp::exp;
 use super::isa::{Isa, Vectors};
-use super::kv::{KvElement, KvLayout, MappedRow, Part, SlotMapping};
+use super::kv::{KvLayout, Part, SHARED_UNIT, Segment, Sharing, SlotMapping};
 use super::pool::ThreadPool;
 use crate::error::{KvError, ShapeError, length};
 
 mod lanes;
+mod scratch;
 
 use lanes::Lanes;
+use scratch::{Partial, Scratch};
 
-/// Positions that meet a query at once. Divides every block size.
-const CHUNK: usize = 16;
+/// Positions that meet a query at once. Shared segments end between chunks.
+const CHUNK: usize = SHARED_UNIT;
+/// Positions of a chunk that surely lie in one block.
+const PIECE: usize = 16;
+/// Sums of weights of a query vector.
+const LANES: usize = 16;
 /// Positions after which the softmax starts anew, to be merged.
-const SPLIT: usize = 512;
-/// Query vectors (queries x heads of a group) that share one reading of KV, at least one query.
-const TILE: usize = 24;
+const SPLIT: usize = 256;
+/// Elements of the query vectors (queries x heads of a group) that share one reading of KV: with their sums they stay near the core.
+const TILE: usize = 96 * 64;
+/// What reading a chunk costs, in query vectors that meet it.
+const READING: usize = 6;
 
 /// What attention needs to know beside the KV layout.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -67,7 +79,7 @@ pub fn attention(
         mapping,
         layer,
         group: shape.heads / layout.kv_heads(),
-        head_dim: layout.head_dim(),
+        layout: *layout,
         q,
         arena,
         out: Disjoint::new(out),
@@ -75,7 +87,9 @@ pub fn attention(
     match isa.usable().vectors() {
         Vectors::Portable => job.run::<lanes::Portable>(pool),
         #[cfg(target_arch = "x86_64")]
-        Vectors::Avx2 | Vectors::Avx512 => job.run::<lanes::Avx2>(pool),
+        Vectors::Avx2 => job.run::<lanes::Avx2>(pool),
+        #[cfg(target_arch = "x86_64")]
+        Vectors::Avx512 => job.run::<lanes::Avx512>(pool),
         #[cfg(not(target_arch = "x86_64"))]
         Vectors::Avx2 | Vectors::Avx512 => job.run::<lanes::Portable>(pool),
     }
@@ -88,232 +102,339 @@ struct Job<'a> {
     layer: usize,
     /// Query heads per KV head.
     group: usize,
-    head_dim: usize,
+    layout: KvLayout,
     q: &'a [f32],
     arena: &'a [u8],
     out: Disjoint<'a, f32>,
 }
 
-/// Queries `[first, first + count)` of a row with one KV head.
+/// Queries `[first, first + count)` of a segment with one KV head.
 #[derive(Clone, Copy)]
-struct Tile {
-    row: MappedRow,
+struct Tile<'a> {
+    segment: &'a Segment,
     head: usize,
     first: usize,
     count: usize,
 }
 
-impl Tile {
-    /// One past the last position that any of the queries sees.
-    fn end(&self) -> usize {
-        self.row.first_position + self.first + self.count
-    }
-
-    fn splits(&self) -> usize {
-        self.end().div_ceil(SPLIT)
-    }
-}
-
-/// Softmax state of the query vectors of a tile: running maximum, sum of weights, weighted sum of values.
-#[derive(Clone)]
-struct Partial {
-    max: Vec<f32>,
-    sum: Vec<f32>,
-    values: Vec<f32>,
-}
-
-impl Partial {
-    fn new(vectors: usize, head_dim: usize) -> Self {
-        Self {
-            max: vec![f32::NEG_INFINITY; vectors],
-            sum: vec![0.0; vectors],
-            values: vec![0.0; vectors * head_dim],
+impl Tile<'_> {
+    /// Positions that any of the queries sees.
+    fn positions(&self) -> Range<usize> {
+        let Segment { sharing, row, from, to, .. } = self.segment;
+        match sharing {
+            Sharing::Shared => *from..*to,
+            Sharing::Own => *from..row.first_position + self.first + self.count,
         }
     }
 
-    fn clear(&mut self) {
-        self.max.fill(f32::NEG_INFINITY);
-        self.sum.fill(0.0);
-        self.values.fill(0.0);
-    }
-
-    /// Takes in the next split. A query that saw nothing of it (its sum is 0) stays as it is.
-    fn merge(&mut self, next: &Self) {
-        let head_dim = self.values.len() / self.max.len();
-        let values = self.values.chunks_exact_mut(head_dim).zip(next.values.chunks_exact(head_dim));
-        let states = self.max.iter_mut().zip(&mut self.sum).zip(next.max.iter().zip(&next.sum));
-        for ((values, next_values), ((max, sum), (&next_max, &next_sum))) in values.zip(states) {
-            if next_sum == 0.0 {
-                continue;
-            }
-            let top = max.max(next_max);
-            let (mine, theirs) = (exp(*max - top), exp(next_max - top));
-            for (value, next) in values.iter_mut().zip(next_values) {
-                *value = *value * mine + next * theirs;
-            }
-            *sum = *sum * mine + next_sum * theirs;
-            *max = top;
+    /// The first query sees all positions up to this one.
+    fn first_position(&self) -> usize {
+        match self.segment.sharing {
+            Sharing::Shared => self.segment.to,
+            Sharing::Own => self.segment.row.first_position + self.first,
         }
     }
+
+    fn splits(&self) -> Range<usize> {
+        let positions = self.positions();
+        positions.start / SPLIT..positions.end.div_ceil(SPLIT)
+    }
+
+    /// The tile's positions in a split.
+    fn within(&self, split: usize) -> Range<usize> {
+        let positions = self.positions();
+        positions.start.max(split * SPLIT)..positions.end.min((split + 1) * SPLIT)
+    }
+
+    /// Nothing of the split is left after the tile.
+    fn completes(&self, split: usize) -> bool {
+        self.segment.sharing == Sharing::Own || self.positions().end >= (split + 1) * SPLIT
+    }
+
+    /// Indices of the queries in the mapping's order.
+    fn queries(&self) -> Range<usize> {
+        let first = self.segment.first_query + self.first;
+        first..first + self.count
+    }
+}
+
+/// What the query vectors of a tile see of a chunk.
+struct Sight {
+    queries: usize,
+    group: usize,
+    /// The first query sees all positions up to this one, the next one more.
+    first: usize,
+    /// First position of the chunk.
+    chunk: usize,
+}
+
+impl Sight {
+    fn vectors(&self) -> usize {
+        self.queries * self.group
+    }
+
+    /// Vectors that see none of the chunk: those of the first queries.
+    fn blind(&self) -> usize {
+        self.chunk.saturating_sub(self.first).min(self.queries) * self.group
+    }
+
+    /// Vectors that see the same number of positions, above 0.
+    fn runs(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
+        let Self { queries, group, first, chunk } = *self;
+        let blind = chunk.saturating_sub(first).min(queries);
+        let full = (chunk + CHUNK - 1).saturating_sub(first).clamp(blind, queries);
+        let some =
+            (blind..full).map(move |query| (query * group..(query + 1) * group, first + query + 1 - chunk));
+        let all = (full < queries).then_some((full * group..queries * group, CHUNK));
+        some.chain(all)
+    }
+}
+
+/// A task of a thread.
+struct Item<'a> {
+    tile: Tile<'a>,
+    /// One split of the tile, and what came of it; without it, the whole tile.
+    split: Option<(usize, Partial)>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
 impl Job<'_> {
     fn run<L: Lanes>(&self, pool: &ThreadPool) {
-        let queries = (TILE / self.group).max(1);
-        let mut tiles = Vec::new();
-        for row in &self.mapping.rows {
-            // Later queries see more: the long tiles come first, so that threads end together.
-            for first in (0..row.tokens).step_by(queries).rev() {
-                let count = queries.min(row.tokens - first);
-                for head in 0..self.mapping.layout().kv_heads() {
-                    tiles.push(Tile { row: *row, head, first, count });
+        let segments = self.mapping.segments();
+        let mut states =
+            vec![0.0; segments.sharing * self.shape.heads * Scratch::state_len(self.stride::<L>())];
+        for level in &segments.levels {
+            self.level::<L>(pool, level, &Disjoint::new(&mut states));
+        }
+    }
+
+    /// Elements of a weighted sum of values.
+    fn stride<L: Lanes>(&self) -> usize {
+        self.layout.head_dim().next_multiple_of(L::WIDTH)
+    }
+
+    fn level<L: Lanes>(&self, pool: &ThreadPool, level: &[Segment], states: &Disjoint<'_, f32>) {
+        let mut items = self.items(level, pool.threads());
+        pool.for_parts(&mut items, 1, &|_, items| {
+            SCRATCH.with_borrow_mut(|scratch| {
+                for Item { tile, split } in items {
+                    match split {
+                        None => self.tile::<L>(tile, scratch, states),
+                        Some((split, partial)) => self.apart::<L>(tile, *split, scratch, partial, states),
+                    }
                 }
+            });
+        });
+        SCRATCH.with_borrow_mut(|scratch| {
+            for item in &mut items {
+                let Some((split, partial)) = &mut item.split else { continue };
+                self.gather::<L>(&item.tile, *split, partial, scratch, states);
+            }
+        });
+    }
+
+    /// Cuts a level into tasks, the splits of a tile in order. Only the time depends on the cut.
+    fn items<'a>(&self, level: &'a [Segment], threads: usize) -> Vec<Item<'a>> {
+        let tiles = self.tiles(level, threads);
+        let work = |tile: &Tile<'_>| tile.positions().len() * (tile.count * self.group + READING);
+        let all: usize = tiles.iter().map(work).sum();
+        let mut items = Vec::with_capacity(tiles.len());
+        for tile in tiles {
+            // A thread that takes a large task last keeps the others waiting.
+            if threads > 1 && tile.splits().len() > 1 && work(&tile) * 4 * threads > all {
+                let splits = tile.splits().map(|split| Some((split, Partial::default())));
+                items.extend(splits.map(|split| Item { tile, split }));
+            } else {
+                items.push(Item { tile, split: None });
             }
         }
-        let few = tiles.len() < 4 * pool.threads() && pool.threads() > 1;
-        if few && tiles.iter().any(|tile| tile.splits() > 1) {
-            self.run_splits::<L>(pool, &tiles);
-        } else {
-            pool.for_each(tiles.len(), &|index| self.tile::<L>(&tiles[index]));
+        items
+    }
+
+    /// Large tiles read KV seldom; but every thread gets some.
+    fn tiles<'a>(&self, level: &'a [Segment], threads: usize) -> Vec<Tile<'a>> {
+        let heads = self.layout.kv_heads();
+        let most = level.iter().map(|segment| segment.queries).max().unwrap_or(1);
+        let mut size = (TILE / self.layout.head_dim() / self.group).clamp(1, most);
+        let tasks = |size: usize| -> usize {
+            let tasks = |s: &Segment| s.queries.div_ceil(size) * heads * (s.to - s.from).div_ceil(SPLIT);
+            level.iter().map(tasks).sum()
+        };
+        while size > 1 && tasks(size) < 4 * threads {
+            size = size.div_ceil(2);
         }
+        let mut tiles = Vec::new();
+        for segment in level {
+            // Later queries see more: the long tiles come first, so that threads end together.
+            for first in (0..segment.queries).step_by(size).rev() {
+                let count = size.min(segment.queries - first);
+                tiles.extend((0..heads).map(|head| Tile { segment, head, first, count }));
+            }
+        }
+        tiles
     }
 
     /// All splits of a tile, in order.
-    fn tile<L: Lanes>(&self, tile: &Tile) {
-        let mut scratch = Scratch::new(self, tile);
-        let mut next = Partial::new(tile.count * self.group, self.head_dim);
-        let mut total = next.clone();
-        for split in 0..tile.splits() {
-            next.clear();
-            self.split::<L>(tile, split, &mut scratch, &mut next);
-            total.merge(&next);
+    fn tile<L: Lanes>(&self, tile: &Tile<'_>, scratch: &mut Scratch, states: &Disjoint<'_, f32>) {
+        self.queries::<L>(tile, scratch);
+        self.resume::<L>(tile, scratch, states);
+        for split in tile.splits() {
+            if split > tile.splits().start {
+                scratch.split.reset(tile.count * self.group, self.stride::<L>());
+            }
+            self.split::<L>(tile, split, scratch);
+            if tile.completes(split) {
+                scratch.total.merge(&scratch.split);
+            }
         }
-        self.finish(tile, &total);
+        self.finish::<L>(tile, scratch, states);
     }
 
-    /// Few tiles with many positions: splits are shared out, and merged in order afterwards.
-    fn run_splits<L: Lanes>(&self, pool: &ThreadPool, tiles: &[Tile]) {
-        let mut parts: Vec<(usize, usize, Partial)> = tiles
-            .iter()
-            .enumerate()
-            .flat_map(|(index, tile)| (0..tile.splits()).map(move |split| (index, split, tile.count)))
-            .map(|(index, split, count)| (index, split, Partial::new(count * self.group, self.head_dim)))
-            .collect();
-        pool.for_parts(&mut parts, 1, &|_, parts| {
-            for (index, split, partial) in parts {
-                let tile = &tiles[*index];
-                self.split::<L>(tile, *split, &mut Scratch::new(self, tile), partial);
-            }
-        });
-        for of_tile in parts.chunk_by(|a, b| a.0 == b.0) {
-            let tile = &tiles[of_tile[0].0];
-            let mut total = Partial::new(tile.count * self.group, self.head_dim);
-            for (_, _, partial) in of_tile {
-                total.merge(partial);
-            }
-            self.finish(tile, &total);
+    /// One split of a tile, for itself.
+    fn apart<L: Lanes>(
+        &self,
+        tile: &Tile<'_>,
+        split: usize,
+        scratch: &mut Scratch,
+        partial: &mut Partial,
+        states: &Disjoint<'_, f32>,
+    ) {
+        self.queries::<L>(tile, scratch);
+        if split == tile.splits().start {
+            self.resume::<L>(tile, scratch, states);
+        } else {
+            scratch.split.reset(tile.count * self.group, self.stride::<L>());
+        }
+        self.split::<L>(tile, split, scratch);
+        std::mem::swap(partial, &mut scratch.split);
+    }
+
+    /// Takes the splits that ran apart, in order.
+    fn gather<L: Lanes>(
+        &self,
+        tile: &Tile<'_>,
+        split: usize,
+        partial: &mut Partial,
+        scratch: &mut Scratch,
+        states: &Disjoint<'_, f32>,
+    ) {
+        if split == tile.splits().start {
+            self.resume::<L>(tile, scratch, states);
+        }
+        if tile.completes(split) {
+            scratch.total.merge(partial);
+        } else {
+            std::mem::swap(partial, &mut scratch.split);
+        }
+        if split + 1 == tile.splits().end {
+            self.finish::<L>(tile, scratch, states);
         }
     }
 
-    /// The positions `[split * SPLIT, (split + 1) * SPLIT)` of a tile.
-    fn split<L: Lanes>(&self, tile: &Tile, split: usize, scratch: &mut Scratch, partial: &mut Partial) {
-        let d = self.head_dim;
-        let first = tile.row.first_position + tile.first;
-        for chunk in (split * SPLIT..tile.end().min((split + 1) * SPLIT)).step_by(CHUNK) {
-            let loaded = CHUNK.min(tile.end() - chunk);
-            self.load::<L>(tile, Part::Key, chunk, loaded, &mut scratch.keys);
-            self.load::<L>(tile, Part::Value, chunk, loaded, &mut scratch.values);
-            // The query at position p sees [0, p].
-            let seen = |vector: usize| (first + vector / self.group + 1).saturating_sub(chunk).min(CHUNK);
-            // Vectors that see none of the chunk are those of the tile's first queries.
-            let blind = (0..tile.count * self.group).take_while(|&vector| seen(vector) == 0).count();
-            // Three passes, so that the processor works on several vectors at once.
-            let vectors = || blind..tile.count * self.group;
-            for vector in vectors() {
-                let scores = &mut scratch.scores[vector];
-                *scores = L::dots(&scratch.q[vector * d..][..d], &scratch.keys);
-                scores[seen(vector)..].fill(f32::NEG_INFINITY);
-            }
-            for vector in vectors() {
-                let scores = &mut scratch.scores[vector];
-                let (max, sum) = (&mut partial.max[vector], &mut partial.sum[vector]);
-                let top = L::max(scores);
-                if top > *max {
-                    let factor = exp(*max - top);
-                    *max = top;
-                    *sum *= factor;
-                    L::shrink(&mut partial.values[vector * d..][..d], factor);
+    /// The positions of a tile in one split.
+    fn split<L: Lanes>(&self, tile: &Tile<'_>, split: usize, scratch: &mut Scratch) {
+        let Range { start, end } = tile.within(split);
+        let (element, d) = (self.layout.element(), self.layout.head_dim());
+        let stride = self.stride::<L>();
+        let buffers = &mut scratch.buffers;
+        let seen = tile.positions().end;
+        for chunk in (start..end).step_by(CHUNK) {
+            for (index, piece) in (chunk..chunk + CHUNK).step_by(PIECE).enumerate() {
+                // Positions of a piece that nobody sees are read along: no score or value of theirs is used.
+                if piece < seen {
+                    let keys = &mut buffers.keys[index * PIECE * d..][..PIECE * d];
+                    L::keys(element, self.piece(tile, Part::Key, piece), d, keys);
+                    let values = &mut buffers.values[index * PIECE * stride..][..PIECE * stride];
+                    L::values(element, self.piece(tile, Part::Value, piece), d, values);
                 }
-                *sum += L::weights(scores, *max);
-            }
-            for vector in vectors() {
-                let weights = &scratch.scores[vector][..seen(vector)];
-                L::add_weighted(&mut partial.values[vector * d..][..d], weights, &scratch.values);
-            }
-        }
-    }
-
-    /// Reads `count` positions of one head from their block, in single precision.
-    fn load<L: Lanes>(&self, tile: &Tile, part: Part, position: usize, count: usize, dst: &mut [f32]) {
-        let layout: &KvLayout = self.mapping.layout();
-        let (block, token) = self.mapping.slot(&tile.row, position);
-        let at = layout.offset(block, self.layer, part, tile.head, token);
-        let count = count * self.head_dim;
-        let bytes = &self.arena[at..at + count * layout.element().bytes()];
-        match layout.element() {
-            KvElement::F16 => L::widen(bytes, &mut dst[..count]),
-            KvElement::F32 => {
-                for (x, bytes) in dst.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                    *x = f32::from_le_bytes(*bytes);
+                if piece + CHUNK < seen {
+                    L::expect(self.piece(tile, Part::Key, piece + CHUNK));
+                    L::expect(self.piece(tile, Part::Value, piece + CHUNK));
                 }
             }
+            let first = tile.first_position();
+            let sight = Sight { queries: tile.count, group: self.group, first, chunk };
+            L::meet(&sight, d, buffers, &mut scratch.split);
         }
     }
 
+    /// Keys or values of the [`PIECE`] positions from `position` on.
+    fn piece(&self, tile: &Tile<'_>, part: Part, position: usize) -> &[u8] {
+        let (block, token) = self.mapping.slot(&tile.segment.row, position);
+        let at = self.layout.offset(block, self.layer, part, tile.head, token);
+        &self.arena[at..][..PIECE * self.layout.head_dim() * self.layout.element().bytes()]
+    }
+
+    /// Puts the tile's query vectors in place.
+    fn queries<L: Lanes>(&self, tile: &Tile<'_>, scratch: &mut Scratch) {
+        let d = self.layout.head_dim();
+        scratch.buffers.reserve::<L>(tile.count * self.group, d);
+        for (index, query) in tile.queries().enumerate() {
+            let at = self.offset(tile, query);
+            for (head, x) in self.q[at..at + self.group * d].chunks_exact(d).enumerate() {
+                L::query(&mut scratch.buffers.q, index * self.group + head, x, self.shape.scale);
+            }
+        }
+    }
+
+    /// The state that the tile's query vectors were left in by the level before; an empty one at position 0.
     #[allow(unsafe_code)]
-    fn finish(&self, tile: &Tile, total: &Partial) {
-        let d = self.head_dim;
-        for (vector, (values, sum)) in total.values.chunks_exact(d).zip(&total.sum).enumerate() {
-            let at = self.offset(tile, vector);
-            // SAFETY: (token, head) pairs belong to one tile each, and a tile is finished once, by one thread.
-            let out = unsafe { self.out.part(at..at + d) };
-            for (out, value) in out.iter_mut().zip(values) {
-                *out = value / sum;
+    fn resume<L: Lanes>(&self, tile: &Tile<'_>, scratch: &mut Scratch, states: &Disjoint<'_, f32>) {
+        let stride = self.stride::<L>();
+        scratch.total.reset(tile.count * self.group, stride);
+        scratch.split.reset(tile.count * self.group, stride);
+        if tile.segment.from == 0 {
+            return;
+        }
+        let running = !tile.segment.from.is_multiple_of(SPLIT);
+        for (index, query) in tile.queries().enumerate() {
+            let range = self.states(tile, query, Scratch::state_len(stride));
+            // SAFETY: in a level, a (query, head) pair belongs to one tile; of its splits that run apart only the first takes
+            // the state up, and `gather` runs after all of them.
+            let states = unsafe { states.part(range) };
+            for (head, state) in states.chunks_exact(Scratch::state_len(stride)).enumerate() {
+                scratch.load(index * self.group + head, state, running);
             }
         }
     }
 
-    /// Where query vector `vector` of a tile lies in `q` and `out`.
-    fn offset(&self, tile: &Tile, vector: usize) -> usize {
-        let token = tile.row.first_token + tile.first + vector / self.group;
-        let head = tile.head * self.group + vector % self.group;
-        (token * self.shape.heads + head) * self.head_dim
-    }
-}
-
-/// Buffers of a tile.
-struct Scratch {
-    /// The tile's query vectors, scaled.
-    q: Vec<f32>,
-    /// Scores, then weights, of the tile's query vectors for one chunk.
-    scores: Vec<[f32; CHUNK]>,
-    keys: Vec<f32>,
-    values: Vec<f32>,
-}
-
-impl Scratch {
-    fn new(job: &Job<'_>, tile: &Tile) -> Self {
-        let d = job.head_dim;
-        let vectors = tile.count * job.group;
-        let q = (0..vectors)
-            .flat_map(|vector| &job.q[job.offset(tile, vector)..][..d])
-            .map(|x| x * job.shape.scale)
-            .collect();
-        Self {
-            q,
-            scores: vec![[0.0; CHUNK]; vectors],
-            keys: vec![0.0; CHUNK * d],
-            values: vec![0.0; CHUNK * d],
+    /// Writes the tile's attention, or leaves its state to the next level.
+    #[allow(unsafe_code)]
+    fn finish<L: Lanes>(&self, tile: &Tile<'_>, scratch: &Scratch, states: &Disjoint<'_, f32>) {
+        let (d, len) = (self.layout.head_dim(), Scratch::state_len(self.stride::<L>()));
+        for (index, query) in tile.queries().enumerate() {
+            let vectors = index * self.group..;
+            match tile.segment.sharing {
+                Sharing::Own => {
+                    let at = self.offset(tile, query);
+                    // SAFETY: (token, head) pairs belong to one tile each, and a tile is finished once, by one thread.
+                    let out = unsafe { self.out.part(at..at + self.group * d) };
+                    vectors.zip(out.chunks_exact_mut(d)).for_each(|(v, out)| scratch.total.finish(v, out));
+                }
+                Sharing::Shared => {
+                    // SAFETY: as above; the next level reads it after this one has ended.
+                    let states = unsafe { states.part(self.states(tile, query, len)) };
+                    vectors.zip(states.chunks_exact_mut(len)).for_each(|(v, state)| scratch.store(v, state));
+                }
+            }
         }
     }
+
+    /// Where the query vectors of a query and the tile's head begin in `q` and `out`.
+    fn offset(&self, tile: &Tile<'_>, query: usize) -> usize {
+        let token = self.mapping.segments().tokens[query];
+        (token * self.shape.heads + tile.head * self.group) * self.layout.head_dim()
+    }
+
+    /// Where the states of a query and the tile's head lie.
+    fn states(&self, tile: &Tile<'_>, query: usize, len: usize) -> Range<usize> {
+        let first = query * self.shape.heads + tile.head * self.group;
+        first * len..(first + self.group) * len
+    }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,33 +1,38 @@
 //! `exp` in single precision, the same bits on every path.
 
+/// Adding it rounds to an integer, found in the low bits of the sum.
+pub(crate) const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
+pub(crate) const LN2_HIGH: f32 = 0.693_359_4;
+pub(crate) const LN2_LOW: f32 = -2.121_944_4e-4;
+/// Below it the result is 0.
+pub(crate) const LEAST: f32 = -87.336_54;
+/// Factors of `(e^r - 1 - r) / r^2`, highest power first.
+pub(crate) const POLYNOMIAL: [f32; 6] =
+    [1.984_127e-4, 1.388_888_9e-3, 8.333_334e-3, 4.166_666_7e-2, 0.166_666_67, 0.5];
+
 /// e^x within 2 units in the last place; 0 below about -87.3, infinity above about 88.7, NaN for NaN.
 ///
 /// Only additions, multiplications and bit moves, each rounded once, without fused operations or branches: every instruction set gives
 /// the same bits, and loops over it are vectorised. Range reduction by Cody and Waite, polynomial of degree 7 for `[-ln2/2, ln2/2]`.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
-    /// Adding it rounds to an integer, found in the low bits of the sum.
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
-    const LN2_HIGH: f32 = 0.693_359_4;
-    const LN2_LOW: f32 = -2.121_944_4e-4;
     // A NaN goes through `clamp`, and on through every operation below.
     let clamped = x.clamp(-87.5, 89.0);
     let rounded = clamped * std::f32::consts::LOG2_E + ROUND;
     let n = (rounded.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let whole = rounded - ROUND;
     let r = (clamped - whole * LN2_HIGH) - whole * LN2_LOW;
-    let mut p = 1.984_127e-4_f32;
-    p = p * r + 1.388_888_9e-3;
-    p = p * r + 8.333_334e-3;
-    p = p * r + 4.166_666_7e-2;
-    p = p * r + 0.166_666_67;
-    p = p * r + 0.5;
+    let [highest, rest @ ..] = POLYNOMIAL;
+    let mut p = highest;
+    for factor in rest {
+        p = p * r + factor;
+    }
     let e = (p * r) * r + r + 1.0;
     // 2^n in two factors, since n reaches 128 and -126.
     let half = n >> 1;
     let scale = |n: i32| f32::from_bits((n.wrapping_add(127) << 23) as u32);
     let y = e * scale(half) * scale(n.wrapping_sub(half));
-    if x < -87.336_54 { 0.0 } else { y }
+    if x < LEAST { 0.0 } else { y }
 }
 
 #[cfg(test)]

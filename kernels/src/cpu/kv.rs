@@ -9,6 +9,10 @@ use pagedd_core::BlockId;
 
 use crate::error::{KvError, ShapeError, length, product};
 
+mod segments;
+
+pub(crate) use segments::{SHARED_UNIT, Segment, Segments, Sharing};
+
 /// How an element of the KV arena is kept.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum KvElement {
@@ -167,8 +171,9 @@ pub struct SlotMapping {
     layout: KvLayout,
     capacity: u32,
     tokens: usize,
-    pub(crate) rows: Vec<MappedRow>,
+    rows: Vec<MappedRow>,
     table: Vec<u32>,
+    segments: Segments,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -194,6 +199,7 @@ impl SlotMapping {
             tokens: 0,
             rows: Vec::with_capacity(rows.len()),
             table: Vec::with_capacity(rows.iter().map(|row| row.table.len()).sum()),
+            segments: Segments::default(),
         };
         for (index, row) in rows.iter().enumerate() {
             if row.tokens == 0 {
@@ -216,6 +222,7 @@ impl SlotMapping {
             mapping.tokens += row.tokens as usize;
             mapping.table.extend(row.table.iter().map(|block| block.0));
         }
+        mapping.segments = Segments::new(&mapping.rows, &mapping.table, layout.block_size);
         Ok(mapping)
     }
 
@@ -229,6 +236,11 @@ impl SlotMapping {
     #[must_use]
     pub const fn layout(&self) -> &KvLayout {
         &self.layout
+    }
+
+    /// What the batch reads, in the order in which it is read.
+    pub(crate) const fn segments(&self) -> &Segments {
+        &self.segments
     }
 
     /// Block of a position of a row, and the token's place in it.

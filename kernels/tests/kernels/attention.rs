@@ -227,6 +227,99 @@ fn a_shared_prefix_is_read_where_it_lies() {
     assert_eq!(bits(&got[1][32 * 64..]), bits(&want[1][32 * 64..]));
 }
 
+/// Rows of a batch whose tables share leading blocks, also in parts, over an arena full of numbers.
+struct Sharing {
+    layout: KvLayout,
+    arena: Vec<u8>,
+    /// (first position, tokens, blocks)
+    rows: Vec<(u32, u32, Vec<BlockId>)>,
+}
+
+impl Sharing {
+    fn new(seed: u32, head_dim: usize, block_size: usize, element: KvElement) -> Self {
+        let layout = KvLayout::new(1, 2, head_dim, block_size, element).unwrap();
+        let random = bytes(seed, 64);
+        let mut random = random.iter().map(|&byte| byte as usize).cycle();
+        let mut below = move |bound: usize| random.next().unwrap() * bound / 256;
+        let mut next = (0..).map(BlockId);
+        let mut rows = Vec::<(u32, u32, Vec<BlockId>)>::new();
+        for _ in 0..2 + below(7) {
+            let mut table = match rows.len() {
+                0 => Vec::new(),
+                rows_before => {
+                    let (_, _, parent) = &rows[below(rows_before)];
+                    parent[..parent.len() - below(parent.len() / 2 + 1)].to_vec()
+                }
+            };
+            let end = table.len() * block_size + 1 + below(700);
+            while table.len() * block_size < end {
+                table.push(next.next().unwrap());
+            }
+            let tokens = 1 + if below(2) == 0 { 0 } else { below(end.min(40)) };
+            rows.push(((end - tokens) as u32, tokens as u32, table));
+        }
+        let elements = layout.arena_bytes(next.next().unwrap().0).unwrap() / element.bytes();
+        let numbers = floats(seed, 997);
+        let number = |index: usize| numbers[index % 997];
+        let arena = match element {
+            KvElement::F16 => {
+                (0..elements).flat_map(|index| f16::from_f32(number(index)).to_le_bytes()).collect()
+            }
+            KvElement::F32 => (0..elements).flat_map(|index| number(index).to_le_bytes()).collect(),
+        };
+        Self { layout, arena, rows }
+    }
+
+    /// The same with every row's blocks its own.
+    fn apart(&self) -> Self {
+        let Self { layout, arena, rows } = self;
+        let (mut copies, mut blocks) = (Vec::new(), 0..);
+        let stride = layout.block_stride();
+        let rows = rows.iter().map(|(first, tokens, table)| {
+            let table = table.iter().map(|block| {
+                copies.extend_from_slice(&arena[block.0 as usize * stride..][..stride]);
+                BlockId(blocks.next().unwrap())
+            });
+            (*first, *tokens, table.collect())
+        });
+        let rows = rows.collect();
+        Self { layout: *layout, arena: copies, rows }
+    }
+
+    fn run(&self, pool: &ThreadPool, isa: Isa) -> Vec<f32> {
+        let rows: Vec<_> = self
+            .rows
+            .iter()
+            .map(|(first, tokens, table)| KvRow { first_position: *first, tokens: *tokens, table })
+            .collect();
+        let capacity = (self.arena.len() / self.layout.block_stride()) as u32;
+        let mapping = SlotMapping::new(&self.layout, capacity, &rows).unwrap();
+        let shape = AttentionShape { heads: 6, scale: 0.3 };
+        let q = floats(7, mapping.tokens() * shape.heads * self.layout.head_dim());
+        let mut out = vec![f32::NAN; q.len()];
+        attention(pool, isa, shape, &mapping, 0, &q, &self.arena, &mut out).unwrap();
+        out
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_which_rows_share_blocks() {
+    for seed in 0..24 {
+        let (head_dim, block_size) = ([16, 24, 64][seed as usize % 3], [16, 32, 64, 16][seed as usize % 4]);
+        let element = if seed % 5 == 0 { KvElement::F32 } else { KvElement::F16 };
+        let sharing = Sharing::new(seed, head_dim, block_size, element);
+        let apart = sharing.apart();
+        for isa in isas() {
+            let want = apart.run(&pool(1), isa);
+            assert!(want.iter().all(|x| x.is_finite()), "seed {seed} on {isa}");
+            for threads in 1..=3 {
+                let got = sharing.run(&pool(threads), isa);
+                assert!(bits(&got) == bits(&want), "seed {seed} on {isa}, {threads} threads");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_nan_stays_in_the_sequences_that_see_it() {
     let mut cases = vec![Case::new(5, 2, 1, 16, 40), Case::new(6, 2, 1, 16, 40)];

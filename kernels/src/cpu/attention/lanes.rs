@@ -1,20 +1,51 @@
 //! The inner loops of attention, per instruction set.
-#![allow(unsafe_code)]
 
 use half::f16;
 
-use super::CHUNK;
+use super::scratch::{Buffers, Partial};
+use super::{CHUNK, LANES, Sight};
 use crate::cpu::exp::exp;
+use crate::cpu::kv::KvElement;
 use crate::cpu::matmul::fused;
 
-/// A set of inner loops. A type other than [`Portable`] may only be used where its instruction set was found.
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx512::Avx512;
+
+/// How a tile meets a chunk. A type other than [`Portable`] may only be used where its instruction set was found.
+///
+/// What a query vector computes from a chunk, and in which order, depends on nothing but the two: not on the tile's other vectors.
 pub(super) trait Lanes {
+    /// Values of a position, and weighted sums of them, are padded to a multiple of so many elements.
+    const WIDTH: usize;
+    /// Query vectors are laid out in blocks of so many; [`Buffers::q`] holds whole blocks.
+    const BLOCK: usize;
+    /// Puts query vector `vector`, times `scale`, into its place.
+    fn query(q: &mut [f32], vector: usize, x: &[f32], scale: f32);
+    /// Takes the keys of a piece of a chunk.
+    fn keys(element: KvElement, bytes: &[u8], head_dim: usize, keys: &mut [f32]);
+    /// Takes the values of a piece, one position after the other, each padded.
+    fn values(element: KvElement, bytes: &[u8], head_dim: usize, values: &mut [f32]);
+    /// Scores, weights and weighted values of all query vectors of a tile that see anything of the chunk.
+    fn meet(sight: &Sight, head_dim: usize, buffers: &mut Buffers, partial: &mut Partial);
+    /// Tells the processor that `bytes` will be read soon.
+    fn expect(bytes: &[u8]);
+}
+
+/// Loops over one query vector. Keys, values and queries lie as rows of `head_dim` elements.
+trait Steps {
     /// Dot products of `q` with [`CHUNK`] keys: 8 partial sums over the dimensions, then a tree of neighbours.
     fn dots(q: &[f32], keys: &[f32]) -> [f32; CHUNK];
     /// The largest score.
     fn max(scores: &[f32; CHUNK]) -> f32;
-    /// Scores become `exp(score - max)`; returns their sum, added as a tree that folds the upper half onto the lower.
-    fn weights(scores: &mut [f32; CHUNK], max: f32) -> f32;
+    /// Scores become `exp(score - max)`, added to `sums` lane by lane.
+    fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; LANES]);
     /// `values *= factor`.
     fn shrink(values: &mut [f32], factor: f32);
     /// `acc += Σ weights[t] * values[t]`, `t` in order.
@@ -23,9 +54,79 @@ pub(super) trait Lanes {
     fn widen(halves: &[u8], out: &mut [f32]);
 }
 
+impl<S: Steps> Lanes for S {
+    const WIDTH: usize = 8;
+    const BLOCK: usize = 1;
+
+    fn query(q: &mut [f32], vector: usize, x: &[f32], scale: f32) {
+        for (q, x) in q[vector * x.len()..].iter_mut().zip(x) {
+            *q = x * scale;
+        }
+    }
+
+    fn keys(element: KvElement, bytes: &[u8], _: usize, keys: &mut [f32]) {
+        match element {
+            KvElement::F16 => S::widen(bytes, keys),
+            KvElement::F32 => singles(bytes, keys),
+        }
+    }
+
+    fn values(element: KvElement, bytes: &[u8], head_dim: usize, values: &mut [f32]) {
+        Self::keys(element, bytes, head_dim, values);
+    }
+
+    fn meet(sight: &Sight, d: usize, buffers: &mut Buffers, partial: &mut Partial) {
+        // Three passes, so that the processor works on several vectors at once.
+        for (vectors, seen) in sight.runs() {
+            for vector in vectors {
+                let scores = &mut buffers.scores[vector];
+                *scores = S::dots(&buffers.q[vector * d..][..d], &buffers.keys);
+                scores[seen..].fill(f32::NEG_INFINITY);
+            }
+        }
+        for (vectors, _) in sight.runs() {
+            for vector in vectors {
+                let (scores, sums) = (&mut buffers.scores[vector], &mut partial.sums[vector]);
+                let (top, max) = (S::max(scores), &mut partial.max[vector]);
+                if top > *max {
+                    let factor = exp(*max - top);
+                    *max = top;
+                    S::shrink(sums, factor);
+                    S::shrink(&mut partial.values[vector * d..][..d], factor);
+                }
+                S::weights(scores, *max, sums);
+            }
+        }
+        for (vectors, seen) in sight.runs() {
+            for vector in vectors {
+                let weights = &buffers.scores[vector][..seen];
+                S::add_weighted(&mut partial.values[vector * d..][..d], weights, &buffers.values);
+            }
+        }
+    }
+
+    fn expect(_: &[u8]) {}
+}
+
+fn singles(bytes: &[u8], out: &mut [f32]) {
+    for (x, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+        *x = f32::from_le_bytes(*bytes);
+    }
+}
+
+#[inline(always)]
+fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; LANES]) {
+    for score in &mut *scores {
+        *score = exp(*score - max);
+    }
+    for scores in scores.as_chunks::<LANES>().0 {
+        sums.iter_mut().zip(scores).for_each(|(sum, score)| *sum += score);
+    }
+}
+
 pub(super) struct Portable;
 
-impl Lanes for Portable {
+impl Steps for Portable {
     fn dots(q: &[f32], keys: &[f32]) -> [f32; CHUNK] {
         let (q, d) = (q.as_chunks::<8>().0, q.len());
         std::array::from_fn(|t| {
@@ -44,19 +145,8 @@ impl Lanes for Portable {
         scores.iter().copied().fold(f32::NEG_INFINITY, f32::max)
     }
 
-    fn weights(scores: &mut [f32; CHUNK], max: f32) -> f32 {
-        for score in &mut *scores {
-            *score = exp(*score - max);
-        }
-        let mut sums = *scores;
-        let mut width = CHUNK / 2;
-        while width > 0 {
-            for i in 0..width {
-                sums[i] += sums[i + width];
-            }
-            width /= 2;
-        }
-        sums[0]
+    fn weights(scores: &mut [f32; CHUNK], max: f32, sums: &mut [f32; LANES]) {
+        weights(scores, max, sums);
     }
 
     fn shrink(values: &mut [f32], factor: f32) {
@@ -76,226 +166,6 @@ impl Lanes for Portable {
     fn widen(halves: &[u8], out: &mut [f32]) {
         for (out, half) in out.iter_mut().zip(halves.as_chunks::<2>().0) {
             *out = f16::from_le_bytes(*half).to_f32_const();
-        }
-    }
-}
-
-/// AVX2, FMA and F16C, as found by [`Isa::usable`](crate::Isa::usable).
-#[cfg(target_arch = "x86_64")]
-pub(super) struct Avx2;
-
-#[cfg(target_arch = "x86_64")]
-impl Lanes for Avx2 {
-    #[inline(always)]
-    fn dots(q: &[f32], keys: &[f32]) -> [f32; CHUNK] {
-        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
-        unsafe { avx2::dots(q, keys) }
-    }
-
-    #[inline(always)]
-    fn max(scores: &[f32; CHUNK]) -> f32 {
-        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
-        unsafe { avx2::max(scores) }
-    }
-
-    #[inline(always)]
-    fn weights(scores: &mut [f32; CHUNK], max: f32) -> f32 {
-        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
-        unsafe { avx2::weights(scores, max) }
-    }
-
-    #[inline(always)]
-    fn shrink(values: &mut [f32], factor: f32) {
-        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
-        unsafe { avx2::shrink(values, factor) }
-    }
-
-    #[inline(always)]
-    fn add_weighted(acc: &mut [f32], weights: &[f32], values: &[f32]) {
-        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
-        unsafe { avx2::add_weighted(acc, weights, values) }
-    }
-
-    #[inline(always)]
-    fn widen(halves: &[u8], out: &mut [f32]) {
-        // SAFETY: `attention` uses this type only where `Isa::usable` found AVX2, FMA and F16C.
-        unsafe { avx2::widen(halves, out) }
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-mod avx2 {
-    use std::arch::x86_64::{
-        __m256, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_max_ps, _mm_max_ss, _mm_movehdup_ps,
-        _mm_movehl_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_cvtph_ps, _mm256_extractf128_ps,
-        _mm256_fmadd_ps, _mm256_hadd_ps, _mm256_max_ps, _mm256_permute2f128_ps, _mm256_set1_ps,
-        _mm256_setzero_ps,
-    };
-
-    use super::{CHUNK, exp};
-    use crate::cpu::vector::{load_f32x8, load_i128, store_f32x8};
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) fn dots(q: &[f32], keys: &[f32]) -> [f32; CHUNK] {
-        let (q, keys) = (q.as_chunks::<8>().0, keys.as_chunks::<8>().0);
-        // The usual head dimensions are compiled with their own loops.
-        match q.len() {
-            8 => dots_of::<8>(q, keys),
-            10 => dots_of::<10>(q, keys),
-            12 => dots_of::<12>(q, keys),
-            16 => dots_of::<16>(q, keys),
-            32 => dots_of::<32>(q, keys),
-            vectors => {
-                let mut out = [0.0; CHUNK];
-                for (half, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-                    let mut acc = [_mm256_setzero_ps(); 8];
-                    for (t, acc) in acc.iter_mut().enumerate() {
-                        for (q, key) in q.iter().zip(&keys[(half * 8 + t) * vectors..][..vectors]) {
-                            *acc = _mm256_fmadd_ps(load_f32x8(q), load_f32x8(key), *acc);
-                        }
-                    }
-                    store_f32x8(sums(&acc), out);
-                }
-                out
-            }
-        }
-    }
-
-    /// Dot products where a key is `N` vectors.
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn dots_of<const N: usize>(q: &[[f32; 8]], keys: &[[f32; 8]]) -> [f32; CHUNK] {
-        let q = &q.as_chunks::<N>().0[0];
-        let halves = keys.as_chunks::<N>().0.as_chunks::<8>().0;
-        let mut out = [0.0; CHUNK];
-        for (out, keys) in out.as_chunks_mut::<8>().0.iter_mut().zip(halves) {
-            let mut acc = [_mm256_setzero_ps(); 8];
-            for i in 0..N {
-                let q = load_f32x8(&q[i]);
-                for t in 0..8 {
-                    acc[t] = _mm256_fmadd_ps(q, load_f32x8(&keys[t][i]), acc[t]);
-                }
-            }
-            store_f32x8(sums(&acc), out);
-        }
-        out
-    }
-
-    /// The sum of each vector: neighbours within each half of it, then the halves, the tree that plain Rust adds in too.
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn sums(acc: &[__m256; 8]) -> __m256 {
-        let first = quads(acc[0], acc[1], acc[2], acc[3]);
-        let last = quads(acc[4], acc[5], acc[6], acc[7]);
-        let low = _mm256_permute2f128_ps::<0x20>(first, last);
-        let high = _mm256_permute2f128_ps::<0x31>(first, last);
-        _mm256_add_ps(low, high)
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn quads(a: __m256, b: __m256, c: __m256, d: __m256) -> __m256 {
-        _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d))
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) fn max(scores: &[f32; CHUNK]) -> f32 {
-        let halves = scores.as_chunks::<8>().0;
-        let x = _mm256_max_ps(load_f32x8(&halves[0]), load_f32x8(&halves[1]));
-        let x = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-        let x = _mm_max_ps(x, _mm_movehl_ps(x, x));
-        let x = _mm_max_ss(x, _mm_movehdup_ps(x));
-        _mm_cvtss_f32(x)
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) fn weights(scores: &mut [f32; CHUNK], max: f32) -> f32 {
-        for score in &mut *scores {
-            *score = exp(*score - max);
-        }
-        let halves = scores.as_chunks::<8>().0;
-        let x = _mm256_add_ps(load_f32x8(&halves[0]), load_f32x8(&halves[1]));
-        let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-        let x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-        let x = _mm_add_ss(x, _mm_movehdup_ps(x));
-        _mm_cvtss_f32(x)
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) fn shrink(values: &mut [f32], factor: f32) {
-        for value in values {
-            *value *= factor;
-        }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) fn add_weighted(acc: &mut [f32], weights: &[f32], values: &[f32]) {
-        let (acc, values) = (acc.as_chunks_mut::<8>().0, values.as_chunks::<8>().0);
-        match acc.len() {
-            8 => add_of::<8>(acc, weights, values),
-            10 => add_of::<10>(acc, weights, values),
-            12 => add_of::<12>(acc, weights, values),
-            16 => add_of::<16>(acc, weights, values),
-            32 => add_of::<32>(acc, weights, values),
-            vectors => {
-                for (i, acc) in acc.iter_mut().enumerate() {
-                    let mut sum = load_f32x8(acc);
-                    for (weight, value) in weights.iter().zip(values.chunks_exact(vectors)) {
-                        sum = _mm256_fmadd_ps(_mm256_set1_ps(*weight), load_f32x8(&value[i]), sum);
-                    }
-                    store_f32x8(sum, acc);
-                }
-            }
-        }
-    }
-
-    /// Weighted values where a value is `N` vectors, 8 (and for the rest 2) of which stay in registers over all weights.
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn add_of<const N: usize>(acc: &mut [[f32; 8]], weights: &[f32], values: &[[f32; 8]]) {
-        let values = values.as_chunks::<N>().0;
-        let (body, tail) = acc.as_chunks_mut::<8>();
-        let eights = body.len();
-        for (index, acc) in body.iter_mut().enumerate() {
-            columns(acc, weights, values.iter().map(|value| &value.as_chunks::<8>().0[index]));
-        }
-        for (index, acc) in tail.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-            columns(acc, weights, values.iter().map(|value| &value.as_chunks::<2>().0[eights * 4 + index]));
-        }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn columns<'a, const N: usize>(
-        acc: &mut [[f32; 8]; N],
-        weights: &[f32],
-        values: impl Iterator<Item = &'a [[f32; 8]; N]>,
-    ) {
-        let mut sums = [_mm256_setzero_ps(); N];
-        for i in 0..N {
-            sums[i] = load_f32x8(&acc[i]);
-        }
-        for (weight, value) in weights.iter().zip(values) {
-            let weight = _mm256_set1_ps(*weight);
-            for i in 0..N {
-                sums[i] = _mm256_fmadd_ps(weight, load_f32x8(&value[i]), sums[i]);
-            }
-        }
-        for i in 0..N {
-            store_f32x8(sums[i], &mut acc[i]);
-        }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) fn widen(halves: &[u8], out: &mut [f32]) {
-        for (out, halves) in out.as_chunks_mut::<8>().0.iter_mut().zip(halves.as_chunks::<16>().0) {
-            store_f32x8(_mm256_cvtph_ps(load_i128(halves)), out);
         }
     }
 }
