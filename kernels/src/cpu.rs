@@ -5,6 +5,7 @@ pub(crate) mod attention;
 pub(crate) mod dequant;
 pub(crate) mod disjoint;
 pub(crate) mod exp;
+pub(crate) mod heads;
 pub(crate) mod isa;
 pub(crate) mod kv;
 pub(crate) mod matmul;
@@ -13,3 +14,4 @@ pub(crate) mod packed;
 pub(crate) mod pool;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod vector;
+pub(crate) mod versions;

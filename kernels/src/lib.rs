@@ -18,10 +18,13 @@ pub mod sample;
 pub use cpu::activations::{ActivationKind, Activations, Scheme};
 pub use cpu::attention::{AttentionShape, attention};
 pub use cpu::dequant::dequantize;
+pub use cpu::heads::{Heads, Turn, rope_into_kv};
 pub use cpu::isa::Isa;
 pub use cpu::kv::{KvElement, KvLayout, KvRow, SlotMapping, copy_block, write_kv};
 pub use cpu::matmul::{Product, matmul, matmul_all};
-pub use cpu::ops::{Pairing, RopeAngles, add, add_bias, rms_norm, rope, silu_mul};
+pub use cpu::ops::{
+    Norm, Pairing, RopeAngles, add, add_bias, add_rms_norm, rms_norm, rope, silu_mul, silu_mul_to,
+};
 pub use cpu::packed::{Matrix, MatrixLayout, PANEL as PANEL_ROWS, PackedType, pack};
 pub use cpu::pool::ThreadPool;
 pub use error::{KvError, ShapeError};

@@ -2,11 +2,15 @@
 //!
 //! **Owns** the random stream and the order in which candidates are taken. **Never** keeps state: a draw is a function of its arguments.
 
+#![allow(unsafe_code)]
+
 use std::cmp::Ordering;
 
 use pagedd_core::{SamplingParams, TokenId};
 
 use crate::cpu::exp::exp;
+use crate::cpu::isa::Isa;
+use crate::cpu::versions::versions;
 
 /// Counter word of draws of tokens; other purposes would get other words.
 const PURPOSE_TOKEN: u32 = 0;
@@ -70,27 +74,66 @@ pub fn draw(
     choice: u32,
     position: u32,
 ) -> Result<TokenId, SampleError> {
-    let best = best(logits)?;
+    let survey = Survey::new(logits)?;
+    let best = survey.best();
     if params.is_greedy() || params.top_k == Some(1) {
         return Ok(best);
     }
-    let top = logits[best.0 as usize];
-    let inverse = 1.0 / params.temperature;
-    let weights: Vec<f32> = logits.iter().map(|logit| exp((logit - top) * inverse)).collect();
+    let weigh = Weigh { top: logits[best.0 as usize], inverse: 1.0 / params.temperature };
     let u = uniform(params.seed, choice, position, PURPOSE_TOKEN);
-    let top_k = params.top_k.map_or(weights.len(), |k| weights.len().min(k.max(1) as usize));
-    if params.top_p >= 1.0 && top_k == weights.len() {
-        let ids = 0..weights.len() as u32;
-        return Ok(pick(ids.map(|id| (id, weights[id as usize])), u * total(&weights)).unwrap_or(best));
+    let top_k = params.top_k.map_or(logits.len(), |k| logits.len().min(k.max(1) as usize));
+    if params.top_p >= 1.0 && top_k == logits.len() {
+        return Ok(pick_of_all(logits, weigh, u).unwrap_or(best));
     }
-    let kept = nucleus(&weights, logits, top_k, params.top_p);
-    let mass: f64 = kept.iter().map(|&id| f64::from(weights[id as usize])).sum();
-    Ok(pick(kept.iter().map(|&id| (id, weights[id as usize])), u * mass).unwrap_or(best))
+    let kept = nucleus(&survey, weigh, top_k, params.top_p);
+    let weights = kept.iter().map(|&id| (id, weigh.of(logits[id as usize])));
+    let mass: f64 = weights.clone().map(|(_, weight)| f64::from(weight)).sum();
+    Ok(pick(weights, 0.0, u * mass).0.unwrap_or(best))
 }
 
-/// The first candidate at which the running sum exceeds `target`; else the last that has any weight.
-fn pick(candidates: impl Iterator<Item = (u32, f32)>, target: f64) -> Option<TokenId> {
+/// From a logit to its share of the probability, the best token's being 1.
+#[derive(Clone, Copy)]
+struct Weigh {
+    top: f32,
+    /// Of the temperature.
+    inverse: f32,
+}
+
+impl Weigh {
+    #[inline(always)]
+    fn of(self, logit: f32) -> f32 {
+        exp((logit - self.top) * self.inverse)
+    }
+}
+
+/// Logits whose weights are added up before they meet the running sum of a draw from all.
+const CHUNK: usize = 512;
+
+/// A draw from the whole vocabulary: the running sum goes by chunks of [`CHUNK`], and token by token in the one where it ends.
+fn pick_of_all(logits: &[f32], weigh: Weigh, u: f64) -> Option<TokenId> {
+    let vectors = Isa::detect().vectors();
+    let masses: Vec<f64> = logits.chunks(CHUNK).map(|chunk| mass(vectors, chunk, weigh)).collect();
+    let target = u * masses.iter().sum::<f64>();
     let mut sum = 0.0;
+    for (index, mass) in masses.iter().enumerate() {
+        if sum + mass > target {
+            let first = index * CHUNK;
+            let chunk = logits[first..].iter().take(CHUNK).enumerate();
+            let weights = chunk.map(|(id, &logit)| ((first + id) as u32, weigh.of(logit)));
+            if let (token, end) = pick(weights, sum, target)
+                && end > target
+            {
+                return token;
+            }
+        }
+        sum += mass;
+    }
+    // Rounding left the target above every sum.
+    logits.iter().rposition(|&logit| weigh.of(logit) > 0.0).map(|id| TokenId(id as u32))
+}
+
+/// The first candidate at which the running sum, `sum` before them, exceeds `target`; else the last that has any weight. And the sum there.
+fn pick(candidates: impl Iterator<Item = (u32, f32)>, mut sum: f64, target: f64) -> (Option<TokenId>, f64) {
     let mut last = None;
     for (id, weight) in candidates {
         sum += f64::from(weight);
@@ -101,41 +144,29 @@ fn pick(candidates: impl Iterator<Item = (u32, f32)>, target: f64) -> Option<Tok
             break;
         }
     }
-    last
+    (last, sum)
 }
 
 /// Ids of the `top_k` most likely, cut to the fewest that hold `top_p` of their mass; best first.
-fn nucleus(weights: &[f32], logits: &[f32], top_k: usize, top_p: f32) -> Vec<u32> {
-    let order = |a: &u32, b: &u32| by_likelihood(logits, *a, *b);
-    let mut ids: Vec<u32> = (0..weights.len() as u32).collect();
-    let mut mass = 0.0;
-    if top_k < ids.len() {
-        ids.select_nth_unstable_by(top_k - 1, order);
+fn nucleus(survey: &Survey<'_>, weigh: Weigh, top_k: usize, top_p: f32) -> Vec<u32> {
+    let weight = |id: u32| f64::from(weigh.of(survey.logits[id as usize]));
+    let all = top_k == survey.logits.len();
+    // As a rule the first hundred hold the mass, whatever the size of the vocabulary.
+    let mut ids = survey.best_first(if all { 256 } else { top_k });
+    let whole = if all {
+        mass(Isa::detect().vectors(), survey.logits, weigh)
+    } else {
         ids.truncate(top_k);
-        ids.sort_unstable_by(order);
-        mass = ids.iter().map(|&id| f64::from(weights[id as usize])).sum();
-    }
-    // Without a top-k the whole vocabulary would have to be sorted, where as a rule its first hundred hold the mass.
-    let whole = if top_k < weights.len() { mass } else { total(weights) };
+        ids.iter().map(|&id| weight(id)).sum()
+    };
     let target = f64::from(top_p) * whole;
-    let mut sorted = if top_k < weights.len() { ids.len() } else { 0 };
-    let mut sum = 0.0;
-    let mut kept = 0;
-    while kept < ids.len() {
-        if kept == sorted {
-            let more = (sorted * 4).max(256).min(ids.len());
-            let rest = &mut ids[sorted..];
-            if more - sorted < rest.len() {
-                rest.select_nth_unstable_by(more - sorted - 1, order);
-            }
-            rest[..more - sorted].sort_unstable_by(order);
-            sorted = more;
+    let (mut sum, mut kept) = (0.0, 0);
+    while kept < top_k && (kept == 0 || sum < target) {
+        if kept == ids.len() {
+            ids = survey.best_first(4 * kept);
         }
-        sum += f64::from(weights[ids[kept] as usize]);
+        sum += weight(ids[kept]);
         kept += 1;
-        if sum >= target {
-            break;
-        }
     }
     ids.truncate(kept);
     ids
@@ -147,43 +178,141 @@ fn by_likelihood(logits: &[f32], a: u32, b: u32) -> Ordering {
     logits[b as usize].partial_cmp(&logits[a as usize]).unwrap_or(Ordering::Equal).then(a.cmp(&b))
 }
 
-/// 8 partial sums in double precision, then in order.
-fn total(weights: &[f32]) -> f64 {
-    let mut lanes = [0.0_f64; 8];
-    let (body, tail) = weights.as_chunks::<8>();
-    for part in body {
-        for (lane, weight) in lanes.iter_mut().zip(part) {
-            *lane += f64::from(*weight);
-        }
-    }
-    for (lane, weight) in lanes.iter_mut().zip(tail) {
-        *lane += f64::from(*weight);
-    }
-    lanes.iter().sum()
-}
+versions!(
+    /// Sum of the weights: 8 partial sums in double precision, then in order.
+    mass = mass_any(logits: &[f32], weigh: Weigh) -> f64
+);
 
-/// The smallest id of the largest logits, all being finite.
-fn best(logits: &[f32]) -> Result<TokenId, SampleError> {
-    if logits.is_empty() {
-        return Err(SampleError::Empty);
-    }
-    // x * 0 is 0 but for NaN and infinities; the sum stays 0.
-    let mut poison = [0.0_f32; 8];
-    let mut high = [f32::NEG_INFINITY; 8];
+#[inline(always)]
+fn mass_any(logits: &[f32], weigh: Weigh) -> f64 {
+    let mut lanes = [0.0_f64; 8];
     let (body, tail) = logits.as_chunks::<8>();
     for part in body {
         for lane in 0..8 {
-            poison[lane] += part[lane] * 0.0;
-            high[lane] = if part[lane] > high[lane] { part[lane] } else { high[lane] };
+            lanes[lane] += f64::from(weigh.of(part[lane]));
         }
     }
-    let finite = poison.iter().all(|&lane| lane == 0.0) && tail.iter().all(|logit| logit.is_finite());
-    if !finite {
-        let token = logits.iter().position(|logit| !logit.is_finite()).unwrap_or_default() as u32;
-        return Err(SampleError::NotFinite { token });
+    for (lane, &logit) in lanes.iter_mut().zip(tail) {
+        *lane += f64::from(weigh.of(logit));
     }
-    let high = high.iter().chain(tail).copied().fold(f32::NEG_INFINITY, f32::max);
-    Ok(TokenId(logits.iter().position(|&logit| logit >= high).unwrap_or_default() as u32))
+    let mut sum = 0.0;
+    for lane in lanes {
+        sum += lane;
+    }
+    sum
+}
+
+/// Values side by side of which each belongs to another group.
+const LANES: usize = 16;
+/// Values of a tile: [`LANES`] groups of 16, the values of a group lying [`LANES`] apart.
+const TILE: usize = 16 * LANES;
+
+/// Logits, all finite, and the largest of each group: the few best are found without looking at the rest again.
+struct Survey<'a> {
+    logits: &'a [f32],
+    /// By tile.
+    maxima: Vec<[f32; LANES]>,
+}
+
+impl<'a> Survey<'a> {
+    fn new(logits: &'a [f32]) -> Result<Self, SampleError> {
+        if logits.is_empty() {
+            return Err(SampleError::Empty);
+        }
+        let mut maxima = vec![[f32::NEG_INFINITY; LANES]; logits.len().div_ceil(TILE)];
+        if !survey(Isa::detect().vectors(), logits, &mut maxima) {
+            let token = logits.iter().position(|logit| !logit.is_finite()).unwrap_or_default() as u32;
+            return Err(SampleError::NotFinite { token });
+        }
+        Ok(Self { logits, maxima })
+    }
+
+    /// The smallest id of the largest logits.
+    fn best(&self) -> TokenId {
+        let (mut high, mut tile) = (f32::NEG_INFINITY, 0);
+        for (index, maxima) in self.maxima.iter().enumerate() {
+            let top = maxima.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            if top > high {
+                (high, tile) = (top, index);
+            }
+        }
+        let first = tile * TILE;
+        let place = self.logits[first..].iter().position(|&logit| logit >= high);
+        TokenId((first + place.unwrap_or_default()) as u32)
+    }
+
+    /// At least the `count` most likely tokens (all, if there are no more), best first.
+    fn best_first(&self, count: usize) -> Vec<u32> {
+        let order = |a: &u32, b: &u32| by_likelihood(self.logits, *a, *b);
+        let mut ids: Vec<u32> = match self.at_least(count) {
+            Some(low) => self.above(low),
+            None => (0..self.logits.len() as u32).collect(),
+        };
+        if 0 < count && count < ids.len() {
+            ids.select_nth_unstable_by(count - 1, order);
+            ids.truncate(count);
+        }
+        ids.sort_unstable_by(order);
+        ids
+    }
+
+    /// A value that at least `count` logits reach: the largest of as many groups do. `None` where so many groups reach it that
+    /// the groups are of no help.
+    fn at_least(&self, count: usize) -> Option<f32> {
+        let maxima = self.maxima.as_flattened();
+        if count == 0 || count > maxima.len() / 4 {
+            return None;
+        }
+        let mut maxima = maxima.to_vec();
+        let (_, low, _) = maxima.select_nth_unstable_by(count - 1, |a, b| b.total_cmp(a));
+        Some(*low)
+    }
+
+    /// Every token whose logit is `low` or more.
+    fn above(&self, low: f32) -> Vec<u32> {
+        let mut ids = Vec::new();
+        for (index, (maxima, tile)) in self.maxima.iter().zip(self.logits.chunks(TILE)).enumerate() {
+            for (lane, _) in maxima.iter().enumerate().filter(|&(_, &most)| most >= low) {
+                for (row, _) in
+                    tile.iter().skip(lane).step_by(LANES).enumerate().filter(|&(_, &logit)| logit >= low)
+                {
+                    ids.push((index * TILE + row * LANES + lane) as u32);
+                }
+            }
+        }
+        ids
+    }
+}
+
+versions!(
+    /// The largest of each group into `maxima`; whether all logits are finite.
+    survey = survey_any(logits: &[f32], maxima: &mut [[f32; LANES]]) -> bool
+);
+
+#[inline(always)]
+fn survey_any(logits: &[f32], maxima: &mut [[f32; LANES]]) -> bool {
+    // Sums of x * 0: zero, or NaN where something is not finite.
+    let mut poison = [0.0_f32; LANES];
+    for (tile, maxima) in logits.chunks(TILE).zip(maxima) {
+        let mut high = [f32::NEG_INFINITY; LANES];
+        let (body, tail) = tile.as_chunks::<LANES>();
+        for part in body {
+            for lane in 0..LANES {
+                poison[lane] += part[lane] * 0.0;
+                high[lane] = if part[lane] > high[lane] { part[lane] } else { high[lane] };
+            }
+        }
+        for (lane, &logit) in tail.iter().enumerate() {
+            poison[lane] += logit * 0.0;
+            high[lane] = if logit > high[lane] { logit } else { high[lane] };
+        }
+        *maxima = high;
+    }
+    let mut all = 0.0;
+    for lane in poison {
+        all += lane;
+    }
+    all == 0.0
 }
 
 /// Log-probabilities of one row, unmodified by sampling parameters.
@@ -200,23 +329,21 @@ pub struct LogProbs {
 /// # Errors
 /// The logits are empty, one is not finite, or the token is outside the vocabulary.
 pub fn log_softmax_top(logits: &[f32], count: usize, token: TokenId) -> Result<LogProbs, SampleError> {
-    let best = best(logits)?;
+    let survey = Survey::new(logits)?;
     let Some(&logit) = logits.get(token.0 as usize) else {
         return Err(SampleError::Token { token: token.0, vocabulary: logits.len() });
     };
-    let top = logits[best.0 as usize];
-    let weights: Vec<f32> = logits.iter().map(|logit| exp(logit - top)).collect();
-    let norm = f64::from(top) + total(&weights).ln();
+    let top = logits[survey.best().0 as usize];
+    let whole = mass(Isa::detect().vectors(), logits, Weigh { top, inverse: 1.0 });
+    let norm = f64::from(top) + whole.ln();
     let log_probability = |logit: f32| (f64::from(logit) - norm) as f32;
-    let count = count.min(logits.len());
-    let mut ids: Vec<u32> = if count == 0 { Vec::new() } else { (0..logits.len() as u32).collect() };
-    if count > 0 && count < ids.len() {
-        ids.select_nth_unstable_by(count - 1, |a, b| by_likelihood(logits, *a, *b));
-        ids.truncate(count);
-    }
-    ids.sort_unstable_by(|a, b| by_likelihood(logits, *a, *b));
+    let mut ids = if count == 0 { Vec::new() } else { survey.best_first(count) };
+    ids.truncate(count);
     Ok(LogProbs {
         token: log_probability(logit),
         top: ids.iter().map(|&id| (TokenId(id), log_probability(logits[id as usize]))).collect(),
     })
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,8 +1,10 @@
 //! How fast a model runs on this machine, without daemon and gateway.
 //!
 //! `throughput MODEL [--dtype f32] [--threads N]` prints tokens per second of a prompt of 512 tokens and of 1, 4, 16 and 32
-//! sequences that decode after 128 tokens each. Medians; run it on a quiet machine.
+//! sequences that decode after 128 tokens each. Medians; run it on a quiet machine. Beside each stands how many tokens a second of
+//! processor time gave, which a quota or a busy neighbour leaves comparable, and at the end the memory that is neither weights nor KV.
 
+use std::fs;
 use std::time::Instant;
 
 use anyhow::Context as _;
@@ -75,27 +77,55 @@ fn main() -> anyhow::Result<()> {
     };
 
     let mut prompts = Vec::new();
+    let cpu = cpu_seconds()?;
     for _ in 0..5 {
         prompts.push(run(vec![begin(1)], vec![row(1, 0, 512, info.vocab_size)])?);
     }
-    println!("prompt of 512 tokens: {:8.1} tokens/s", 512.0 / median(&mut prompts)?);
+    println!(
+        "prompt of 512 tokens: {:8.1} tokens/s, {:.1} per CPU second",
+        512.0 / median(&mut prompts)?,
+        5.0 * 512.0 / (cpu_seconds()? - cpu)
+    );
     for sequences in [1, 4, 16, 32] {
         for seq in 0..sequences {
             run(vec![begin(seq)], vec![row(seq, 0, CONTEXT, info.vocab_size)])?;
         }
         let mut steps = Vec::new();
+        let cpu = cpu_seconds()?;
         for step in 0..STEPS {
             let rows = (0..sequences).map(|seq| row(seq, CONTEXT + step, 1, info.vocab_size)).collect();
             steps.push(run(Vec::new(), rows)?);
         }
         let seconds = median(&mut steps)?;
         println!(
-            "{sequences:3} sequences:       {:10.1} tokens/s, {:.2} ms a step",
+            "{sequences:3} sequences:       {:10.1} tokens/s, {:.2} ms a step, {:.1} per CPU second",
             sequences as f64 / seconds,
-            seconds * 1e3
+            seconds * 1e3,
+            (sequences * u64::from(STEPS)) as f64 / (cpu_seconds()? - cpu)
         );
     }
+    println!("memory beside weights and KV: {:.1} MB", own_memory()? / 1e6);
     Ok(())
+}
+
+/// Processor time of all threads of this process.
+fn cpu_seconds() -> anyhow::Result<f64> {
+    let mut nanoseconds = 0.0;
+    for task in fs::read_dir("/proc/self/task")? {
+        let stat = fs::read_to_string(task?.path().join("schedstat"))?;
+        nanoseconds += stat.split(' ').next().context("no time")?.parse::<f64>()?;
+    }
+    Ok(nanoseconds / 1e9)
+}
+
+/// Resident bytes that are not shared memory, which is what the arenas are.
+fn own_memory() -> anyhow::Result<f64> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let kilobytes = |key: &str| -> anyhow::Result<f64> {
+        let line = status.lines().find_map(|line| line.strip_prefix(key)).context("no such memory")?;
+        Ok(line.trim_end_matches("kB").trim().parse()?)
+    };
+    Ok((kilobytes("RssAnon:")? + kilobytes("RssFile:")?) * 1024.0)
 }
 
 fn median(seconds: &mut [f64]) -> anyhow::Result<f64> {

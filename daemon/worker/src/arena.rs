@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::ptr::NonNull;
 
 use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 /// Bytes before the data: one page, so that the data are page-aligned.
 pub const HEADER_BYTES: usize = 4096;
@@ -293,6 +293,10 @@ fn map(fd: &OwnedFd, len: usize, writable: bool) -> rustix::io::Result<NonNull<u
     // bytes whose size is sealed (`create`, `check`).
     #[allow(unsafe_code)]
     let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0) }?;
+    // Large pages where the system allows them for shared memory; where it does not, small ones do.
+    // SAFETY: the range is the one just mapped, and the advice changes no byte of it.
+    #[allow(unsafe_code)]
+    let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxHugepage) };
     NonNull::new(base.cast()).ok_or(rustix::io::Errno::NOMEM)
 }
 

@@ -4,11 +4,12 @@
 //! gives logits. A row's bits depend on its own inputs only, as the kernels promise.
 
 use std::io;
+use std::sync::OnceLock;
 
 use pagedd_kernels::{
-    ActivationKind, Activations, AttentionShape, Isa, KvError, Matrix, Pairing, Product, RopeAngles,
-    ShapeError, SlotMapping, ThreadPool, add, add_bias, attention, matmul_all, rms_norm, rope, silu_mul,
-    write_kv,
+    ActivationKind, Activations, AttentionShape, Heads, Isa, KvError, Matrix, Norm, Pairing, Product,
+    RopeAngles, ShapeError, SlotMapping, ThreadPool, Turn, add_rms_norm, attention, matmul_all, rope_into_kv,
+    silu_mul_to,
 };
 use pagedd_model::{ModelConfig, RopeFrequencies, RopePairing};
 
@@ -42,7 +43,8 @@ struct LayerVectors {
 struct Scratch {
     /// The residual stream: `[tokens][hidden]`.
     x: Vec<f32>,
-    normed: Vec<f32>,
+    /// The residual stream of the rows that sample.
+    last: Vec<f32>,
     /// What an operator adds to the residual stream.
     delta: Vec<f32>,
     q: Vec<f32>,
@@ -85,7 +87,7 @@ impl Decoder {
         let (query, kv) = (config.query_dim(), config.kv_dim());
         let scratch = Scratch {
             x: vec![0.0; tokens * config.hidden],
-            normed: vec![0.0; tokens * config.hidden],
+            last: vec![0.0; rows * config.hidden],
             delta: vec![0.0; tokens * config.hidden],
             q: vec![0.0; tokens * query],
             k: vec![0.0; tokens * kv],
@@ -147,62 +149,85 @@ impl Decoder {
             RopePairing::Halves => Pairing::Halves,
         };
         let x = slice(&mut s.x, n * hidden)?;
-        let normed = slice(&mut s.normed, n * hidden)?;
         let delta = slice(&mut s.delta, n * hidden)?;
         let (q, k, v) = (slice(&mut s.q, n * query)?, slice(&mut s.k, n * kv)?, slice(&mut s.v, n * kv)?);
         let attended = slice(&mut s.attended, n * query)?;
         let (gate, up) = (slice(&mut s.gate, n * ffn)?, slice(&mut s.up, n * ffn)?);
         let activations = &mut s.activations;
 
-        s.angles.set(positions, &frequencies.inverse, frequencies.attention_factor);
-        let embedding = places.token_embd.of(data)?;
-        for (&token, row) in tokens.iter().zip(x.chunks_exact_mut(hidden)) {
-            embedding.row(token as usize, row)?;
-        }
+        s.angles.set(pool, positions, &frequencies.inverse, frequencies.attention_factor);
+        embed(pool, &places.token_embd.of(data)?, tokens, x)?;
+        // The last layer's keys and values are those of all tokens; what comes after them is asked for the wanted ones only.
+        let final_layer = places.layers.len().saturating_sub(1);
+        let mut last = Some(slice(&mut s.last, wanted.len() * hidden)?);
+        let (mut x, mut delta) = (x, delta);
         for (index, (layer, vectors)) in places.layers.iter().zip(&*layers).enumerate() {
-            rms_norm(pool, x, &vectors.attn_norm, eps, normed)?;
-            activations.set(pool, isa, normed, hidden, kind(&layer.qkv))?;
+            let norm = |weight| Norm { weight, epsilon: eps };
+            let summand = (index > 0).then_some(&*delta);
+            let of_qkv = kind(&layer.qkv);
+            add_rms_norm(pool, isa, x, summand, norm(&vectors.attn_norm), of_qkv, activations)?;
             products(pool, isa, data, activations, &layer.qkv, [&mut *q, &mut *k, &mut *v])?;
-            if let Some([q_bias, k_bias, v_bias]) = &vectors.bias {
-                add_bias(q, query, q_bias)?;
-                add_bias(k, kv, k_bias)?;
-                add_bias(v, kv, v_bias)?;
+            let bias = vectors.bias.as_ref().map(|bias| bias.each_ref().map(Vec::as_slice));
+            let heads = Heads { q: &mut *q, k, v, bias };
+            rope_into_kv(pool, isa, heads, Turn { angles: &s.angles, pairing }, mapping, index, arena)?;
+            if index == final_layer && wanted.is_empty() {
+                return Ok(());
             }
-            rope(pool, q, config.head_dim, &s.angles, pairing)?;
-            rope(pool, k, config.head_dim, &s.angles, pairing)?;
-            write_kv(mapping, index, k, v, arena)?;
             attention(pool, isa, shape, mapping, index, q, arena, attended)?;
+            let mut attended = &*attended;
+            if index == final_layer
+                && let Some(last) = last.take()
+            {
+                gather(x, wanted, hidden, last);
+                let rows = slice(q, wanted.len() * query)?;
+                gather(attended, wanted, query, rows);
+                (x, attended) = (last, rows);
+                delta = slice(delta, wanted.len() * hidden)?;
+            }
             let attn_output = [layer.attn_output];
             activations.set(pool, isa, attended, query, kind(&attn_output))?;
             products(pool, isa, data, activations, &attn_output, [&mut *delta])?;
-            add(pool, x, delta)?;
 
-            rms_norm(pool, x, &vectors.ffn_norm, eps, normed)?;
-            activations.set(pool, isa, normed, hidden, kind(&layer.gate_up))?;
+            let of_ffn = kind(&layer.gate_up);
+            add_rms_norm(pool, isa, x, Some(delta), norm(&vectors.ffn_norm), of_ffn, activations)?;
+            let (gate, up) = (slice(gate, x.len() / hidden * ffn)?, slice(up, x.len() / hidden * ffn)?);
             products(pool, isa, data, activations, &layer.gate_up, [&mut *gate, &mut *up])?;
-            silu_mul(pool, isa, gate, up)?;
             let ffn_down = [layer.ffn_down];
-            activations.set(pool, isa, gate, ffn, kind(&ffn_down))?;
+            silu_mul_to(pool, isa, gate, up, ffn, kind(&ffn_down), activations)?;
             products(pool, isa, data, activations, &ffn_down, [&mut *delta])?;
-            add(pool, x, delta)?;
         }
 
-        if wanted.is_empty() {
-            return Ok(());
-        }
         // Only rows that sample meet the output matrix, as a rule the largest of all.
-        let rows = wanted.len();
-        let last = slice(&mut s.delta, rows * hidden)?;
-        for (&token, row) in wanted.iter().zip(last.chunks_exact_mut(hidden)) {
-            row.copy_from_slice(&x[token * hidden..(token + 1) * hidden]);
-        }
-        let normed = slice(&mut s.normed, rows * hidden)?;
-        rms_norm(pool, last, output_norm, eps, normed)?;
         let output = [places.output];
-        activations.set(pool, isa, normed, hidden, kind(&output))?;
-        let logits = slice(&mut s.logits, rows * config.vocab)?;
+        let norm = Norm { weight: output_norm, epsilon: eps };
+        add_rms_norm(pool, isa, x, Some(delta), norm, kind(&output), activations)?;
+        let logits = slice(&mut s.logits, wanted.len() * config.vocab)?;
         products(pool, isa, data, activations, &output, [logits])?;
         Ok(())
+    }
+}
+
+/// The embedding of each token, `[tokens][hidden]`.
+fn embed(pool: &ThreadPool, embedding: &Matrix<'_>, tokens: &[u32], x: &mut [f32]) -> Result<(), ShapeError> {
+    let hidden = embedding.layout().columns();
+    // A thread takes at least this many rows, so that a decode step needs no other thread.
+    const ROWS: usize = 8;
+    let failed = OnceLock::new();
+    pool.for_parts(x, ROWS * hidden, &|part, x| {
+        for (row, &token) in x.chunks_exact_mut(hidden).zip(&tokens[part * ROWS..]) {
+            if let Err(error) = embedding.row(token as usize, row) {
+                // The first of several says enough.
+                let _ = failed.set(error);
+            }
+        }
+    });
+    failed.into_inner().map_or(Ok(()), Err)
+}
+
+/// Rows `wanted` of `from` (rows of `columns`), in their order.
+fn gather(from: &[f32], wanted: &[usize], columns: usize, to: &mut [f32]) {
+    for (&row, to) in wanted.iter().zip(to.chunks_exact_mut(columns)) {
+        to.copy_from_slice(&from[row * columns..(row + 1) * columns]);
     }
 }
 

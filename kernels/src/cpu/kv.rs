@@ -7,6 +7,9 @@ use half::f16;
 use half::slice::HalfFloatSliceExt as _;
 use pagedd_core::BlockId;
 
+use super::isa::Vectors;
+#[cfg(target_arch = "x86_64")]
+use super::vector::{load_f32x8, store_i128};
 use crate::error::{KvError, ShapeError, length, product};
 
 mod segments;
@@ -280,7 +283,12 @@ pub fn write_kv(
             for (part, x) in [(Part::Key, keys), (Part::Value, values)] {
                 for (head, x) in x[from..from + width].chunks_exact(layout.head_dim).enumerate() {
                     let at = layout.offset(block, layer, part, head, token);
-                    store(layout.element, x, &mut arena[at..at + x.len() * layout.element.bytes()]);
+                    store(
+                        Vectors::Portable,
+                        layout.element,
+                        x,
+                        &mut arena[at..at + x.len() * layout.element.bytes()],
+                    );
                 }
             }
         }
@@ -288,9 +296,16 @@ pub fn write_kv(
     Ok(())
 }
 
-fn store(element: KvElement, x: &[f32], dst: &mut [u8]) {
-    match element {
-        KvElement::F16 => {
+/// Writes a head as elements of the arena. `vectors` are those of a usable set; a conversion rounds the same way on all of them.
+#[allow(unsafe_code)]
+pub(crate) fn store(vectors: Vectors, element: KvElement, x: &[f32], dst: &mut [u8]) {
+    match (element, vectors) {
+        #[cfg(target_arch = "x86_64")]
+        (KvElement::F16, Vectors::Avx2 | Vectors::Avx512) => {
+            // SAFETY: `vectors` are those of a usable set: this processor has AVX2 and F16C.
+            unsafe { store_halves(x, dst) }
+        }
+        (KvElement::F16, _) => {
             let mut halves = [f16::ZERO; KvLayout::MAX_HEAD_DIM];
             let halves = &mut halves[..x.len()];
             halves.convert_from_f32_slice(x);
@@ -298,11 +313,22 @@ fn store(element: KvElement, x: &[f32], dst: &mut [u8]) {
                 *dst = half.to_le_bytes();
             }
         }
-        KvElement::F32 => {
+        (KvElement::F32, _) => {
             for (x, dst) in x.iter().zip(dst.as_chunks_mut::<4>().0) {
                 *dst = x.to_le_bytes();
             }
         }
+    }
+}
+
+/// A head is a multiple of 8 long.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+fn store_halves(x: &[f32], dst: &mut [u8]) {
+    use std::arch::x86_64::{_MM_FROUND_TO_NEAREST_INT, _mm256_cvtps_ph};
+
+    for (x, dst) in x.as_chunks::<8>().0.iter().zip(dst.as_chunks_mut::<16>().0) {
+        store_i128(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(load_f32x8(x)), dst);
     }
 }
 

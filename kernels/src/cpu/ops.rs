@@ -4,13 +4,16 @@
 //! Only operations that are rounded once each, in one order: the same bits on every instruction set.
 #![allow(unsafe_code)]
 
+use super::activations::{ActivationKind, Activations};
+use super::disjoint::Disjoint;
 use super::exp::exp;
-use super::isa::{Isa, Vectors};
+use super::isa::Isa;
 use super::pool::ThreadPool;
+use super::versions::versions;
 use crate::error::{ShapeError, length};
 
-/// Elements below which work stays on the calling thread.
-const SMALL: usize = 8 * 1024;
+/// Elements up to which work stays on the calling thread: a meeting of the threads would take longer.
+pub(crate) const SMALL: usize = 8 * 1024;
 
 fn columns(what: &'static str, columns: usize, len: usize) -> Result<(), ShapeError> {
     if columns == 0 || !len.is_multiple_of(columns) {
@@ -50,16 +53,77 @@ pub fn rms_norm(
     by_rows(pool, out, n, &|first, out| {
         let x = &x[first * n..][..out.len()];
         for (x, out) in x.chunks_exact(n).zip(out.chunks_exact_mut(n)) {
-            let scale = 1.0 / (sum_of_squares(x) / n as f32 + epsilon).sqrt();
-            for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
-                *out = x * scale * weight;
-            }
+            norm_row(x, Norm { weight, epsilon }, out);
         }
     });
     Ok(())
 }
 
+/// What an RMSNorm needs beside its rows.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Norm<'a> {
+    /// A factor per column.
+    pub weight: &'a [f32],
+    /// Added to the mean of the squares.
+    pub epsilon: f32,
+}
+
+/// `x += delta` where there is one, then [`rms_norm`] of each row of `x` as activations of the form `kind`, in one pass. The bits are those of
+/// [`add`], [`rms_norm`] and [`Activations::set`].
+///
+/// # Errors
+/// The lengths do not fit; `x` is as it was.
+pub fn add_rms_norm(
+    pool: &ThreadPool,
+    isa: Isa,
+    x: &mut [f32],
+    delta: Option<&[f32]>,
+    norm: Norm<'_>,
+    kind: ActivationKind,
+    out: &mut Activations,
+) -> Result<(), ShapeError> {
+    let n = norm.weight.len();
+    columns("norm weight", n, x.len())?;
+    if let Some(delta) = delta {
+        length("summand", x.len(), delta.len())?;
+    }
+    let (rows, vectors) = (x.len() / n, isa.usable().vectors());
+    let x = Disjoint::new(x);
+    out.set_rows(pool, isa, (rows, n), kind, &|row, out| {
+        let range = row * n..(row + 1) * n;
+        // SAFETY: `set_rows` gives each row to one thread, once.
+        let x = unsafe { x.part(range.clone()) };
+        add_norm_row(vectors, x, delta.map(|delta| &delta[range]), norm, out);
+    })
+}
+
+versions!(add_norm_row = add_norm_any(x: &mut [f32], delta: Option<&[f32]>, norm: Norm<'_>, out: &mut [f32]));
+
+#[inline(always)]
+fn add_norm_any(x: &mut [f32], delta: Option<&[f32]>, norm: Norm<'_>, out: &mut [f32]) {
+    if let Some(delta) = delta {
+        add_each(x, delta);
+    }
+    norm_row(x, norm, out);
+}
+
+#[inline(always)]
+fn add_each(x: &mut [f32], y: &[f32]) {
+    for (x, y) in x.iter_mut().zip(y) {
+        *x += y;
+    }
+}
+
+#[inline(always)]
+fn norm_row(x: &[f32], norm: Norm<'_>, out: &mut [f32]) {
+    let scale = 1.0 / (sum_of_squares(x) / x.len() as f32 + norm.epsilon).sqrt();
+    for ((out, x), weight) in out.iter_mut().zip(x).zip(norm.weight) {
+        *out = x * scale * weight;
+    }
+}
+
 /// 16 partial sums, lane by lane, then a tree: the error grows with n / 16.
+#[inline(always)]
 fn sum_of_squares(x: &[f32]) -> f32 {
     let (body, tail) = x.as_chunks::<16>();
     let mut lanes = [0.0_f32; 16];
@@ -95,8 +159,8 @@ pub enum Pairing {
 pub struct RopeAngles {
     pairs: usize,
     rows: usize,
-    cos: Vec<f32>,
-    sin: Vec<f32>,
+    /// `[rows][pairs]`, cosine and sine.
+    turns: Vec<[f32; 2]>,
 }
 
 impl RopeAngles {
@@ -108,19 +172,40 @@ impl RopeAngles {
 
     /// Angles `position * frequencies[i]` for each position; cosines and sines are multiplied by `magnitude` (1 but for some long-context
     /// scalings). `frequencies` has one entry per turning pair.
-    pub fn set(&mut self, positions: &[u32], frequencies: &[f32], magnitude: f32) {
+    pub fn set(&mut self, pool: &ThreadPool, positions: &[u32], frequencies: &[f32], magnitude: f32) {
         self.pairs = frequencies.len();
         self.rows = positions.len();
-        self.cos.clear();
-        self.sin.clear();
-        for &position in positions {
-            for &frequency in frequencies {
-                // The angle in single precision as in the models' own code, its sine and cosine as exact as single precision can hold.
-                let (sin, cos) = f64::from(position as f32 * frequency).sin_cos();
-                self.cos.push(cos as f32 * magnitude);
-                self.sin.push(sin as f32 * magnitude);
-            }
+        self.turns.resize(self.rows * self.pairs, [0.0; 2]);
+        if self.pairs == 0 {
+            return;
         }
+        // A sine takes as long as a good many other operations.
+        let rows = (SMALL / 64 / self.pairs).max(1);
+        pool.for_parts(&mut self.turns, rows * self.pairs, &|part, turns| {
+            for (turns, &position) in turns.chunks_exact_mut(frequencies.len()).zip(&positions[part * rows..])
+            {
+                for (turn, &frequency) in turns.iter_mut().zip(frequencies) {
+                    // The angle in single precision as in the models' own code, its sine and cosine as exact as single precision can hold.
+                    let (sin, cos) = f64::from(position as f32 * frequency).sin_cos();
+                    *turn = [cos as f32 * magnitude, sin as f32 * magnitude];
+                }
+            }
+        });
+    }
+
+    /// Cosine and sine per pair, for a row.
+    pub(crate) fn row(&self, row: usize) -> &[[f32; 2]] {
+        &self.turns[row * self.pairs..][..self.pairs]
+    }
+
+    /// Turning pairs of a head.
+    pub(crate) fn pairs(&self) -> usize {
+        self.pairs
+    }
+
+    /// Rows.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
     }
 }
 
@@ -154,27 +239,31 @@ pub fn rope(
     }
     by_rows(pool, x, row, &|first, x| {
         for (index, x) in x.chunks_exact_mut(row).enumerate() {
-            let at = (first + index) * pairs;
-            let (cos, sin) = (&angles.cos[at..at + pairs], &angles.sin[at..at + pairs]);
             for head in x.chunks_exact_mut(head_dim) {
-                turn(&mut head[..2 * pairs], cos, sin, pairing);
+                turn_any(head, angles.row(first + index), pairing);
             }
         }
     });
     Ok(())
 }
 
-fn turn(head: &mut [f32], cos: &[f32], sin: &[f32], pairing: Pairing) {
+versions!(
+    /// Turns the first `2 * turns.len()` elements of a head.
+    pub(crate) turn = turn_any(head: &mut [f32], turns: &[[f32; 2]], pairing: Pairing)
+);
+
+#[inline(always)]
+fn turn_any(head: &mut [f32], turns: &[[f32; 2]], pairing: Pairing) {
     match pairing {
         Pairing::Interleaved => {
-            for ((pair, cos), sin) in head.as_chunks_mut::<2>().0.iter_mut().zip(cos).zip(sin) {
+            for (pair, [cos, sin]) in head.as_chunks_mut::<2>().0.iter_mut().zip(turns) {
                 let [a, b] = *pair;
                 *pair = [a * cos - b * sin, a * sin + b * cos];
             }
         }
         Pairing::Halves => {
-            let (low, high) = head.split_at_mut(cos.len());
-            for (((low, high), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+            let (low, high) = head.split_at_mut(turns.len());
+            for ((low, high), [cos, sin]) in low.iter_mut().zip(high).zip(turns) {
                 (*low, *high) = (*low * cos - *high * sin, *low * sin + *high * cos);
             }
         }
@@ -187,31 +276,54 @@ fn turn(head: &mut [f32], cos: &[f32], sin: &[f32], pairing: Pairing) {
 /// The lengths differ; nothing has been written.
 pub fn silu_mul(pool: &ThreadPool, isa: Isa, gate: &mut [f32], up: &[f32]) -> Result<(), ShapeError> {
     length("up projection", gate.len(), up.len())?;
-    let isa = isa.usable();
-    by_rows(pool, gate, 1, &|first, gate| {
-        let up = &up[first..][..gate.len()];
-        match isa.vectors() {
-            Vectors::Portable => silu_mul_each(gate, up),
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `isa` was made with `Isa::usable`, which found AVX2.
-            Vectors::Avx2 | Vectors::Avx512 => unsafe { silu_mul_avx2(gate, up) },
-            #[cfg(not(target_arch = "x86_64"))]
-            Vectors::Avx2 | Vectors::Avx512 => silu_mul_each(gate, up),
-        }
-    });
+    let vectors = isa.usable().vectors();
+    by_rows(pool, gate, 1, &|first, gate| silu_mul_part(vectors, gate, &up[first..][..gate.len()]));
     Ok(())
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn silu_mul_avx2(gate: &mut [f32], up: &[f32]) {
-    silu_mul_each(gate, up);
-}
+versions!(silu_mul_part = silu_mul_each(gate: &mut [f32], up: &[f32]));
 
 #[inline(always)]
 fn silu_mul_each(gate: &mut [f32], up: &[f32]) {
     for (gate, up) in gate.iter_mut().zip(up) {
-        *gate = *gate / (1.0 + exp(-*gate)) * up;
+        *gate = silu(*gate) * up;
+    }
+}
+
+#[inline(always)]
+fn silu(x: f32) -> f32 {
+    x / (1.0 + exp(-x))
+}
+
+/// [`silu_mul`] of rows of `columns` as activations of the form `kind`, in one pass. The bits are those of [`silu_mul`] and
+/// [`Activations::set`].
+///
+/// # Errors
+/// The lengths do not fit; the activations may then be empty.
+pub fn silu_mul_to(
+    pool: &ThreadPool,
+    isa: Isa,
+    gate: &[f32],
+    up: &[f32],
+    columns: usize,
+    kind: ActivationKind,
+    out: &mut Activations,
+) -> Result<(), ShapeError> {
+    self::columns("number of activation columns", columns, gate.len())?;
+    length("up projection", gate.len(), up.len())?;
+    let vectors = isa.usable().vectors();
+    out.set_rows(pool, isa, (gate.len() / columns, columns), kind, &|row, out| {
+        let range = row * columns..(row + 1) * columns;
+        silu_mul_row(vectors, &gate[range.clone()], &up[range], out);
+    })
+}
+
+versions!(silu_mul_row = silu_mul_into(gate: &[f32], up: &[f32], out: &mut [f32]));
+
+#[inline(always)]
+fn silu_mul_into(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+        *out = silu(*gate) * up;
     }
 }
 
@@ -221,11 +333,7 @@ fn silu_mul_each(gate: &mut [f32], up: &[f32]) {
 /// The lengths differ; nothing has been written.
 pub fn add(pool: &ThreadPool, x: &mut [f32], y: &[f32]) -> Result<(), ShapeError> {
     length("summand", x.len(), y.len())?;
-    by_rows(pool, x, 1, &|first, x| {
-        for (x, y) in x.iter_mut().zip(&y[first..]) {
-            *x += y;
-        }
-    });
+    by_rows(pool, x, 1, &|first, x| add_each(x, &y[first..]));
     Ok(())
 }
 
