@@ -1,13 +1,13 @@
 //! How fast a model runs on this machine, without daemon and gateway.
 //!
-//! `throughput MODEL [--dtype f32] [--threads N]` prints tokens per second of a prompt of 512 tokens and of 1, 4, 16 and 32
-//! sequences that decode after 128 tokens each. Medians; run it on a quiet machine.
+//! `throughput MODEL [--dtype f32] [--threads N]` prints tokens per second of a prompt of 512 tokens and of 1, 4, 8, 16 and 32
+//! sequences that decode after 128 tokens each, and beside each what was predicted. Medians; run it on a quiet machine.
 
 use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum};
-use pagedd_core::SamplingParams;
+use pagedd_core::{SamplingParams, StepCost};
 use pagedd_wire::PROTOCOL;
 use pagedd_wire::worker::{Begin, Device, Dtype, Hello, Input, KvDtype, KvMemory, Plan, Row, TableUpdate};
 use pagedd_worker::{Fds, ModelRunner};
@@ -52,6 +52,7 @@ fn main() -> anyhow::Result<()> {
         max_num_seqs: 64,
         max_num_batched_tokens: 512,
         threads: args.threads,
+        measure: true,
         weights_fd: false,
         kv_fd: false,
     };
@@ -78,8 +79,16 @@ fn main() -> anyhow::Result<()> {
     for _ in 0..5 {
         prompts.push(run(vec![begin(1)], vec![row(1, 0, 512, info.vocab_size)])?);
     }
-    println!("prompt of 512 tokens: {:8.1} tokens/s", 512.0 / median(&mut prompts)?);
-    for sequences in [1, 4, 16, 32] {
+    let cost = StepCost::from(info.cost);
+    let predicted_ms = |tokens, rows, pairs| f64::from(cost.step_us(tokens, rows, pairs)) / 1e3;
+    let seconds = median(&mut prompts)?;
+    println!(
+        "prompt of 512 tokens: {:8.1} tokens/s, {:.2} ms, {:.2} ms predicted",
+        512.0 / seconds,
+        seconds * 1e3,
+        predicted_ms(512, 1, 512 * 513 / 2)
+    );
+    for sequences in [1, 4, 8, 16, 32] {
         for seq in 0..sequences {
             run(vec![begin(seq)], vec![row(seq, 0, CONTEXT, info.vocab_size)])?;
         }
@@ -90,9 +99,10 @@ fn main() -> anyhow::Result<()> {
         }
         let seconds = median(&mut steps)?;
         println!(
-            "{sequences:3} sequences:       {:10.1} tokens/s, {:.2} ms a step",
+            "{sequences:3} sequences:       {:10.1} tokens/s, {:.2} ms a step, {:.2} ms predicted",
             sequences as f64 / seconds,
-            seconds * 1e3
+            seconds * 1e3,
+            predicted_ms(sequences as u32, sequences as u32, sequences * u64::from(CONTEXT + STEPS / 2))
         );
     }
     Ok(())
