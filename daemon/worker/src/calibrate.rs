@@ -236,6 +236,7 @@ fn curve(mut us: [f32; SIZES.len()]) -> [f32; SIZES.len()] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sequence::Sequences;
 
     const LIMITS: Limits = Limits {
         max_num_seqs: 64,
@@ -293,7 +294,7 @@ mod tests {
                         assert!(!probed.is_empty());
                         for (begin, rows) in probed {
                             let plan = Plan { id: 1, begin, rows, ..Plan::default() };
-                            let checked = crate::batch::check(&plan, &Default::default(), &limits);
+                            let checked = crate::batch::check(&plan, &Sequences::default(), &limits);
                             assert!(checked.is_ok(), "{:?} for {limits:?}: {plan:?}", checked.err());
                         }
                     }
