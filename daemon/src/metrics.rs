@@ -243,6 +243,18 @@ fn engine(families: &mut Families, model: &Model, stats: &EngineStats) {
     families.counter("pagedd_steps", "Completed steps.", &labels, stats.steps);
     families.counter("pagedd_computed_tokens", "Input tokens computed.", &labels, stats.computed_tokens);
     families.counter("pagedd_compute_microseconds", "Compute time of all steps.", &labels, stats.compute_us);
+    families.counter(
+        "pagedd_predicted_microseconds",
+        "Compute time of all steps as predicted; over pagedd_compute_microseconds it shows how right that is.",
+        &labels,
+        stats.predicted_us,
+    );
+    families.counter(
+        "pagedd_misjudged_microseconds",
+        "Differences between predicted and actual compute time, each step's added up.",
+        &labels,
+        stats.misjudged_us,
+    );
     families.counter("pagedd_workers_lost", "Workers that died or hung.", &labels, stats.workers_lost);
     let age = model.last_step_age(stats).map_or(f64::NAN, |age| age.as_secs_f64());
     families.gauge(

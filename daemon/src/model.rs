@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_config::{Model as Settings, Policy};
-use pagedd_core::{Blocks, ModelId, RequestId, StepCost, Tokens};
+use pagedd_core::{Blocks, ModelId, RequestId, Tokens};
 use pagedd_engine::{
     Engine, EngineConfig, EngineHandle, EngineStats, Inbox, Journal, Observer, StepRecord, inbox,
 };
@@ -156,7 +156,8 @@ fn scheduler_config(config: &Settings, info: &ModelInfo, cache_key: [u8; 32]) ->
         cache_key,
         weight_digest: info.digest,
         prefix_cache: config.prefix_cache,
-        cost: StepCost::UNKNOWN,
+        cost: info.cost.into(),
+        itl_target_us: config.itl_target.map(|target| target.as_micros() as u64),
     }
 }
 

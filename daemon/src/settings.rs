@@ -36,6 +36,7 @@ pub fn hello(config: &Model) -> wire::Hello {
             .threads
             .map(Into::into)
             .or_else(|| u32::try_from(pagedd_host::threads::allowed()).ok()),
+        measure: true,
         weights_fd: false,
         kv_fd: false,
     }

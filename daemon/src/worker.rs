@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagedd_core::PlanId;
+use pagedd_core::{PlanId, StepCost};
 use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::{Sandbox, Spawn, SpawnError};
@@ -34,10 +34,16 @@ pub type Environment = Vec<(OsString, OsString)>;
 /// Longest silence of a worker while it loads. Progress frames extend it.
 const LOAD_SILENCE: Duration = Duration::from_mins(2);
 /// Shortest step deadline.
+///
+/// A quota of half a processor makes a step four times slower than it was measured, a busy neighbour twice as slow again, and
+/// predictions are a quarter off at times: [`STEP_SLACK`] is just enough for these, so that short steps get more. A worker killed
+/// by mistake costs more than a hung one that is found late: the next one runs the same plan on the same slow machine, and the
+/// third fails its requests.
 const STEP_DEADLINE: Duration = Duration::from_secs(30);
-/// Longest step deadline: a worker that stood still for a while and went on is no reason to wait for the next one for hours.
+/// Longest step deadline beyond what is predicted: a worker that stood still for a while and went on is no reason to wait for
+/// the next one for hours.
 const LONGEST_STEP_DEADLINE: Duration = Duration::from_mins(5);
-/// A step may take this many times what the slowest took so far.
+/// A step may take this many times what was predicted for it, or what the slowest took so far.
 const STEP_SLACK: u32 = 10;
 /// How long a killed process may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
@@ -96,7 +102,7 @@ pub struct WorkerSpec {
     pub model: String,
     /// Path of `pagedd-worker`.
     pub program: PathBuf,
-    /// First frame; its fd flags are set for each start.
+    /// First frame; its fd flags are set for each start, and only the first worker measures.
     pub hello: Hello,
     /// The child's environment.
     pub env: Environment,
@@ -111,6 +117,7 @@ struct Running {
 struct Submitted {
     plan: PlanId,
     at: Instant,
+    predicted: Duration,
 }
 
 /// The arenas' fds, and where they are kept over a restart of the daemon.
@@ -236,6 +243,7 @@ impl WorkerProcess {
         let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let running = self.running.insert(Running { child, channel });
         let hello = Hello {
+            measure: spec.hello.measure && self.info.is_none(),
             weights_fd: self.arenas.weights.is_some(),
             kv_fd: self.arenas.kv.is_some(),
             ..spec.hello.clone()
@@ -262,20 +270,26 @@ impl WorkerProcess {
                     self.arenas.keep(arena, fd);
                 }
                 FromWorker::Ready(info) => {
-                    let info = *info;
-                    if let Some(before) = &self.info
-                        && (before.digest, before.blocks, before.block_bytes)
+                    let mut info = *info;
+                    if let Some(before) = &self.info {
+                        if (before.digest, before.blocks, before.block_bytes)
                             != (info.digest, info.blocks, info.block_bytes)
-                    {
-                        return Err(StartError::Final(
-                            "the model's file changed under a running model".to_owned(),
-                        ));
+                        {
+                            return Err(StartError::Final(
+                                "the model's file changed under a running model".to_owned(),
+                            ));
+                        }
+                        info.cost = before.cost;
                     }
+                    let cost = StepCost::from(info.cost);
                     info!(
                         model = spec.model,
                         pid,
                         load_us = info.load_us,
                         weights_reused = info.weights_reused,
+                        token_us = cost.step_us(1, 1, 0),
+                        tokens_128_us = cost.step_us(128, 1, 128 * 129 / 2),
+                        pair_us = cost.pair_us,
                         "worker ready"
                     );
                     let restarts = self.starts - 1;
@@ -336,15 +350,17 @@ impl Arenas {
 
 impl Worker for WorkerProcess {
     fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost> {
-        self.submitted = Some(Submitted { plan: plan.id, at: Instant::now() });
+        let us = self.info.as_ref().map_or(0.0, |info| plan.predicted_us(&info.cost.into()));
+        let predicted = Duration::from_micros(us as u64);
+        self.submitted = Some(Submitted { plan: plan.id, at: Instant::now(), predicted });
         self.channel()?.send(&ToWorker::Plan(convert::plan(plan)), &[]).map_err(|e| lost(&e))
     }
 
     fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
-        let Some(Submitted { plan, at }) = self.submitted.take() else {
+        let Some(Submitted { plan, at, predicted }) = self.submitted.take() else {
             return Err(WorkerLost { reason: "no plan is out".to_owned() });
         };
-        let deadline = deadline(self.slowest_step);
+        let deadline = deadline(predicted, self.slowest_step);
         match self.channel()?.recv_timeout(deadline).map_err(|e| lost(&e))? {
             FromWorker::Output(output) if output.plan == plan.0 => {
                 self.attempts = 0;
@@ -379,9 +395,9 @@ impl Worker for WorkerProcess {
     }
 }
 
-/// How long a step may take where the slowest took `slowest`.
-fn deadline(slowest: Duration) -> Duration {
-    (slowest * STEP_SLACK).clamp(STEP_DEADLINE, LONGEST_STEP_DEADLINE)
+/// How long a step may take where the slowest took `slowest`. `predicted` is zero where nothing is known.
+fn deadline(predicted: Duration, slowest: Duration) -> Duration {
+    (slowest * STEP_SLACK).clamp(STEP_DEADLINE, LONGEST_STEP_DEADLINE).max(predicted * STEP_SLACK)
 }
 
 fn lost(error: &ChannelError) -> WorkerLost {
@@ -394,7 +410,13 @@ mod tests {
 
     #[test]
     fn one_slow_step_does_not_let_the_next_hang_for_hours() {
-        let seconds = |slowest| deadline(Duration::from_secs(slowest)).as_secs();
+        let seconds = |slowest| deadline(Duration::ZERO, Duration::from_secs(slowest)).as_secs();
         assert_eq!([0, 1, 5, 29, 299].map(seconds), [30, 30, 50, 290, 300]);
+    }
+
+    #[test]
+    fn a_step_has_ten_times_what_was_predicted_for_it_also_where_that_is_long() {
+        let seconds = |predicted| deadline(Duration::from_secs(predicted), Duration::from_secs(4)).as_secs();
+        assert_eq!([0, 1, 4, 9, 60].map(seconds), [40, 40, 40, 90, 600]);
     }
 }

@@ -107,6 +107,8 @@ pub struct Model {
     pub max_num_seqs: u32,
     /// Most tokens of one step.
     pub max_num_batched_tokens: Tokens,
+    /// Longest that a step in which somebody's answer goes on is meant to take; `None` is as long as its tokens take.
+    pub itl_target: Option<Duration>,
     /// Longest sequence; `None` is the model's own context.
     pub max_model_len: Option<Tokens>,
     /// Threads of the worker; `None` is what affinity and cgroup quota allow.
@@ -312,6 +314,7 @@ impl Source<'_> {
             block_size,
             max_num_seqs,
             max_num_batched_tokens,
+            itl_target,
             max_model_len,
             threads,
             max_queued_requests,
@@ -336,6 +339,15 @@ impl Source<'_> {
             }
             Some(Auto::Given(amount)) => KvMemory::Given(amount),
         };
+        let itl_target = match itl_target {
+            None => Some(DEFAULT_ITL_TARGET),
+            Some(Maybe::None) => None,
+            Some(Maybe::Given(span)) => {
+                let key = ["models", name.as_str(), "itl_target"];
+                let (least, most) = (Duration::from_millis(1), Duration::from_hours(1));
+                Some(self.span(&key, Some(span), DEFAULT_ITL_TARGET, least, most)?)
+            }
+        };
         Ok(Model {
             path,
             device: device.unwrap_or(Device::Cpu),
@@ -348,6 +360,7 @@ impl Source<'_> {
             block_size: Tokens(block_size.map_or(16, |size| size.0)),
             max_num_seqs: max_num_seqs.map_or(64, |n| n.0),
             max_num_batched_tokens: Tokens(max_num_batched_tokens.map_or(512, |n| n.0)),
+            itl_target,
             max_model_len: max_model_len.and_then(Auto::given).map(|n| Tokens(n.0)),
             threads: threads.and_then(Auto::given).and_then(|n| NonZeroU32::new(n.0)),
             max_queued_requests: max_queued_requests.map_or(1_000, |n| n.0),
@@ -377,6 +390,8 @@ impl Source<'_> {
 const DAY: Duration = Duration::from_hours(24);
 const DEFAULT_RETENTION: Duration = Duration::from_mins(10);
 const DEFAULT_GRACE: Duration = Duration::from_mins(1);
+/// On processors: ten tokens a second, a little faster than people read.
+const DEFAULT_ITL_TARGET: Duration = Duration::from_millis(100);
 
 /// Whether a model can be there at all; what is in it is the worker's to read.
 fn check_model_path(path: &Path) -> Result<(), String> {

@@ -61,6 +61,7 @@ section!(
         block_size: BlockSize,
         max_num_seqs: Ranged<1, 4_096>,
         max_num_batched_tokens: Ranged<1, 1_048_576>,
+        itl_target: Maybe<Span>,
         max_model_len: Auto<Ranged<1, 16_777_216>>,
         threads: Auto<Ranged<1, 1_024>>,
         max_queued_requests: Ranged<1, 1_000_000>,

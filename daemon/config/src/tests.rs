@@ -54,6 +54,7 @@ fn a_model_with_a_path_only_has_the_documented_defaults() {
     assert_eq!((model.device, model.dtype, model.kv_dtype), (Device::Cpu, ComputeDtype::Auto, KvDtype::F16));
     assert_eq!((model.kv_memory, model.block_size), (KvMemory::Auto, Tokens(16)));
     assert_eq!((model.max_num_seqs, model.max_num_batched_tokens), (64, Tokens(512)));
+    assert_eq!(model.itl_target, Some(Duration::from_millis(100)));
     assert_eq!((model.max_model_len, model.threads, model.default_max_tokens), (None, None, None));
     assert_eq!((model.max_queued_requests, model.prefix_cache, model.policy), (1_000, true, Policy::Fcfs));
 }
@@ -66,16 +67,18 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
         "state_dir: /s\nadmin_socket: /run/a.sock\nlisten: \"::1\"\nlog: {{ level: debug, format: json }}\n\
          gateway: {{ max_body: 1MB, max_connections: 8, header_timeout: 500ms, idle_timeout: 1m }}\n\
          tenant_uids: 70000 - 70001\nretention: 0s\nreattach_grace: 2h\nmodels:\n\
-         \x20 z: {{ path: {0}, dtype: f32 }}\n\
+         \x20 z: {{ path: {0}, dtype: f32, itl_target: 1.5s }}\n\
          \x20 a: {{ path: {0}, device: cpu, dtype: f32, kv_dtype: f16, kv_memory: 100000 tokens, block_size: 512, max_num_seqs: 1,\n\
-         \x20      max_num_batched_tokens: 2048, max_model_len: 4096, threads: 2, max_queued_requests: 5, prefix_cache: false,\n\
+         \x20      max_num_batched_tokens: 2048, itl_target: none, max_model_len: 4096, threads: 2, max_queued_requests: 5, prefix_cache: false,\n\
          \x20      policy: fcfs, default_max_tokens: \"256\" }}\n",
         path.display()
     );
     let config = parse(&text).unwrap();
     assert_eq!(config.models.iter().map(|model| model.name.as_str()).collect::<Vec<_>>(), ["z", "a"]);
     assert_eq!(config.models[0].kv_dtype, KvDtype::F32, "auto follows dtype f32");
+    assert_eq!(config.models[0].itl_target, Some(Duration::from_millis(1500)));
     let model = &config.models[1];
+    assert_eq!(model.itl_target, None);
     assert_eq!(model.kv_dtype, KvDtype::F16, "what is said goes before");
     assert_eq!(model.kv_memory, KvMemory::Given(Amount::Tokens(Tokens(100_000))));
     assert_eq!((model.block_size, model.max_num_seqs), (Tokens(512), 1));
@@ -190,6 +193,14 @@ const REFUSALS: &[(&str, &str)] = &[
     (
         "models: { m: { max_num_batched_tokens: 0 } }\n",
         "1:40: models.m.max_num_batched_tokens: `0` is no whole number from 1 to 1048576",
+    ),
+    (
+        "models: { m: { itl_target: soon } }\n",
+        "1:28: models.m.itl_target: `soon` is no duration; write for example 30s, 10m or 500ms, or `none`",
+    ),
+    (
+        "models: { m: { path: /proc/self/exe, itl_target: 0ms } }\n",
+        "1:50: models.m.itl_target: 0s is not from 1ms to 1h",
     ),
     (
         "models: { m: { max_model_len: 1e9 } }\n",

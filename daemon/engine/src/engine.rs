@@ -102,6 +102,12 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         };
         self.stats.steps += 1;
         self.stats.compute_us += output.compute_us;
+        let cost = &self.scheduler.config().cost;
+        if cost.is_known() {
+            let predicted_us = plan.predicted_us(cost) as u64;
+            self.stats.predicted_us += predicted_us;
+            self.stats.misjudged_us += predicted_us.abs_diff(output.compute_us);
+        }
         self.stats.computed_tokens += u64::from(plan.input_tokens().0);
         let record = self.scheduler.apply(plan, output);
         self.stats.last_step_us = Some(self.now_us());

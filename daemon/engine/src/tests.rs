@@ -161,6 +161,7 @@ fn scheduler() -> Scheduler {
         weight_digest: [0; 16],
         prefix_cache: true,
         cost: StepCost::UNKNOWN,
+        itl_target_us: None,
     })
 }
 

@@ -76,6 +76,10 @@ pub struct EngineStats {
     pub last_step_us: Option<u64>,
     /// Compute time of all steps as reported by workers, in microseconds.
     pub compute_us: u64,
+    /// What was predicted of it, in microseconds; 0 where the cost of a step is not known.
+    pub predicted_us: u64,
+    /// By how much predictions were wrong, each step by itself, in microseconds.
+    pub misjudged_us: u64,
     /// Input tokens computed.
     pub computed_tokens: u64,
     /// Workers lost.

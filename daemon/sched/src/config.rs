@@ -34,6 +34,9 @@ pub struct SchedulerConfig {
     pub prefix_cache: bool,
     /// What a step takes, as far as that is known.
     pub cost: StepCost,
+    /// How long a step may take, as predicted, in which a sequence decodes: prompts beside it are computed in parts that keep to
+    /// this, of one block at least. `None` is as long as its tokens take.
+    pub itl_target_us: Option<u64>,
 }
 
 /// A tenant's bounds in this pool.

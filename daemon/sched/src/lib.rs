@@ -25,6 +25,7 @@
 //! * Between two steps `check()` holds.
 
 mod apply;
+mod budget;
 mod config;
 mod plan;
 mod policy;

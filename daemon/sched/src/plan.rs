@@ -3,7 +3,9 @@
 //! **Owns** nothing: block ids here are names, the leases stay with the scheduler until the plan is applied or reverted.
 //! The types mirror those of the worker protocol field by field.
 
-use pagedd_core::{BlockId, PlanId, SamplingParams, SequenceId, TokenId, Tokens};
+use pagedd_core::{BlockId, PlanId, SamplingParams, SequenceId, StepCost, TokenId, Tokens};
+
+use crate::budget::Load;
 
 /// One iteration. A worker does `begin`, `copies`, `rows`, sampling, `end`, in this order.
 #[derive(Clone, PartialEq, Debug)]
@@ -38,6 +40,15 @@ impl StepPlan {
     #[must_use]
     pub fn input_tokens(&self) -> Tokens {
         Tokens(self.rows.iter().map(|row| row.inputs.len() as u32).sum())
+    }
+
+    /// Predicted time of all rows, in microseconds; 0 where `cost` is not known.
+    #[must_use]
+    pub fn predicted_us(&self, cost: &StepCost) -> f32 {
+        let add = |load: Load, row: &Row| {
+            load.with(row.start.0 as usize, row.inputs.len(), !row.samples.is_empty())
+        };
+        self.rows.iter().fold(Load::default(), add).us(cost)
     }
 }
 

@@ -117,6 +117,13 @@ impl Sequence {
         let end = self.total();
         (start < end && end < self.limit).then_some((start, end))
     }
+
+    /// The position that it could compute now, where that is the only one and its prompt is done.
+    pub fn decodes(&self) -> Option<usize> {
+        self.ready()
+            .filter(|(start, end)| end - start == 1 && *start >= self.prompt_len)
+            .map(|(start, _)| start)
+    }
 }
 
 /// A sequence as a fresh worker must know it before the plans in flight.

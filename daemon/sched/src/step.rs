@@ -5,6 +5,7 @@
 use pagedd_core::{BlockId, Blocks, PlanId, RequestId, SequenceId, TenantId, Tokens};
 use pagedd_kv::{AccountId, AllocError, BlockLease, BlockTable, CachedPrefix, CopyOnWrite, Place};
 
+use crate::budget::Budget;
 use crate::plan::{Begin, BlockCopy, Input, Row, StepPlan, TableUpdate};
 use crate::reclaim::{Claims, take};
 use crate::scheduler::{Flight, MadeCopy, Scheduler};
@@ -45,7 +46,7 @@ pub enum WaitReason {
         /// Blocks it needs.
         wanted: Blocks,
     },
-    /// As many sequences run as may, or the step's tokens are spent.
+    /// As many sequences run as may, or the step's tokens or its time are spent.
     Budget,
 }
 
@@ -55,6 +56,7 @@ struct Step {
     plan: StepPlan,
     flight: Flight,
     tokens_left: usize,
+    budget: Budget,
     claims: Claims,
     /// Blocks that running sequences still need for tokens they have, by account and in all: nobody else starts on these.
     outstanding: Vec<u32>,
@@ -91,6 +93,10 @@ impl Scheduler {
             },
             flight: Flight { id: self.next_plan, copies: Vec::new(), begun: Vec::new(), forked: Vec::new() },
             tokens_left: self.config.max_num_batched_tokens.0 as usize,
+            budget: Budget::new(
+                &self.config,
+                self.running.iter().filter_map(|id| self.sequences.get(id)?.decodes()),
+            ),
             claims,
             outstanding: Vec::new(),
             outstanding_total: 0,
@@ -121,10 +127,15 @@ impl Scheduler {
     fn continue_running(&mut self, step: &mut Step, id: SequenceId) {
         let Some(sequence) = self.sequences.get(&id) else { return };
         let Some((start, end)) = sequence.ready() else { return };
-        let n = self.chunk(start, end, step.tokens_left);
+        let decodes = sequence.decodes().is_some();
+        let allowed = if decodes { end - start } else { step.budget.allowed(start, end) };
+        let n = self.chunk(start, end, allowed.min(step.tokens_left));
         if n > 0 {
             match self.secure(step, id, start, n) {
                 Secured::Blocks(leases) => {
+                    if !decodes {
+                        step.budget.add(start, n, start + n == end);
+                    }
                     self.add_row(step, id, start, n, leases);
                     if start + n == end {
                         return;
@@ -144,9 +155,9 @@ impl Scheduler {
         }
     }
 
-    /// How many of the positions `[start, end)` to compute: a part ends at a block's end where it can.
-    fn chunk(&self, start: usize, end: usize, tokens_left: usize) -> usize {
-        let n = (end - start).min(tokens_left);
+    /// How many of the positions `[start, end)` to compute, `most` at most: a part ends at a block's end where it can.
+    fn chunk(&self, start: usize, end: usize, most: usize) -> usize {
+        let n = (end - start).min(most);
         let size = self.config.block_size.0 as usize;
         let aligned = (start + n) / size * size;
         if start + n < end && aligned > start { aligned - start } else { n }
@@ -292,7 +303,10 @@ impl Scheduler {
         let wanted = self.blocks_for(total).0 - found.blocks + u32::from(copy);
         self.room_for(step, account, wanted, found.unreferenced)?;
 
-        let n = self.chunk(begin, total, step.tokens_left);
+        let n = self.chunk(begin, total, step.budget.allowed(begin, total).min(step.tokens_left));
+        if n == 0 {
+            return Err(WaitReason::Budget);
+        }
         let mut progress = Progress { committed: if whole { hit - 1 } else { hit }, ..Progress::default() };
         self.adopt(id, &mut progress.table, hit);
         let now = self.blocks_for(begin + n).0 - found.blocks + u32::from(copy);
@@ -310,6 +324,7 @@ impl Scheduler {
         progress.computed = Tokens(begin as u32);
         progress.applied = Tokens(begin as u32);
         self.enter(step, id, progress, begin);
+        step.budget.add(begin, n, begin + n == total);
         self.add_row(step, id, begin, n, leases);
         let later = wanted.saturating_sub(now);
         step.outstanding.resize(step.outstanding.len().max(account.index() + 1), 0);

@@ -49,6 +49,8 @@ pub struct Hello {
     pub max_num_batched_tokens: u32,
     /// Compute threads; `None` is what affinity and cgroup quota allow.
     pub threads: Option<u32>,
+    /// Measure what steps take before `Ready`. Left out where an earlier worker of this daemon has done it.
+    pub measure: bool,
     /// An fd of the weights arena of an earlier worker is beside this frame.
     pub weights_fd: bool,
     /// An fd of the KV arena of an earlier worker is beside this frame.
@@ -254,6 +256,33 @@ pub struct ModelInfo {
     pub kernels: String,
     /// From `Hello` to `Ready`, in microseconds.
     pub load_us: u64,
+    /// What steps take; all zero where it was not measured.
+    pub cost: StepCost,
+}
+
+/// What a step takes, in microseconds; see [`pagedd_core::StepCost`].
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct StepCost {
+    /// All layers without attention, at [`pagedd_core::StepCost::SIZES`] tokens.
+    pub body_us: [f32; pagedd_core::StepCost::SIZES.len()],
+    /// Output matrix and sampling, at as many rows.
+    pub head_us: [f32; pagedd_core::StepCost::SIZES.len()],
+    /// Attention, per pair of a query and a position.
+    pub pair_us: f32,
+}
+
+impl From<pagedd_core::StepCost> for StepCost {
+    fn from(cost: pagedd_core::StepCost) -> Self {
+        let pagedd_core::StepCost { body_us, head_us, pair_us } = cost;
+        Self { body_us, head_us, pair_us }
+    }
+}
+
+impl From<StepCost> for pagedd_core::StepCost {
+    fn from(cost: StepCost) -> Self {
+        let StepCost { body_us, head_us, pair_us } = cost;
+        Self { body_us, head_us, pair_us }
+    }
 }
 
 /// What a plan gave.

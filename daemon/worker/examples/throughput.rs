@@ -1,15 +1,16 @@
 //! How fast a model runs on this machine, without daemon and gateway.
 //!
-//! `throughput MODEL [--dtype f32] [--threads N]` prints tokens per second of a prompt of 512 tokens and of 1, 4, 16 and 32
-//! sequences that decode after 128 tokens each. Medians; run it on a quiet machine. Beside each stands how many tokens a second of
-//! processor time gave, which a quota or a busy neighbour leaves comparable, and at the end the memory that is neither weights nor KV.
+//! `throughput MODEL [--dtype f32] [--threads N]` prints tokens per second of a prompt of 512 tokens and of 1, 4, 8, 16 and 32
+//! sequences that decode after 128 tokens each, beside what was predicted. Medians; run it on a quiet machine. Beside each stands how
+//! many tokens a second of processor time gave, which a quota or a busy neighbour leaves comparable, and at the end the memory that is
+//! neither weights nor KV.
 
 use std::fs;
 use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum};
-use pagedd_core::SamplingParams;
+use pagedd_core::{SamplingParams, StepCost};
 use pagedd_wire::PROTOCOL;
 use pagedd_wire::worker::{Begin, Device, Dtype, Hello, Input, KvDtype, KvMemory, Plan, Row, TableUpdate};
 use pagedd_worker::{Fds, ModelRunner};
@@ -54,6 +55,7 @@ fn main() -> anyhow::Result<()> {
         max_num_seqs: 64,
         max_num_batched_tokens: 512,
         threads: args.threads,
+        measure: true,
         weights_fd: false,
         kv_fd: false,
     };
@@ -81,12 +83,17 @@ fn main() -> anyhow::Result<()> {
     for _ in 0..5 {
         prompts.push(run(vec![begin(1)], vec![row(1, 0, 512, info.vocab_size)])?);
     }
+    let cost = StepCost::from(info.cost);
+    let predicted_ms = |tokens, rows, pairs| f64::from(cost.step_us(tokens, rows, pairs)) / 1e3;
+    let seconds = median(&mut prompts)?;
     println!(
-        "prompt of 512 tokens: {:8.1} tokens/s, {:.1} per CPU second",
-        512.0 / median(&mut prompts)?,
+        "prompt of 512 tokens: {:8.1} tokens/s, {:.2} ms, {:.2} ms predicted, {:.1} per CPU second",
+        512.0 / seconds,
+        seconds * 1e3,
+        predicted_ms(512, 1, 512 * 513 / 2),
         5.0 * 512.0 / (cpu_seconds()? - cpu)
     );
-    for sequences in [1, 4, 16, 32] {
+    for sequences in [1, 4, 8, 16, 32] {
         for seq in 0..sequences {
             run(vec![begin(seq)], vec![row(seq, 0, CONTEXT, info.vocab_size)])?;
         }
@@ -98,9 +105,10 @@ fn main() -> anyhow::Result<()> {
         }
         let seconds = median(&mut steps)?;
         println!(
-            "{sequences:3} sequences:       {:10.1} tokens/s, {:.2} ms a step, {:.1} per CPU second",
+            "{sequences:3} sequences:       {:10.1} tokens/s, {:.2} ms a step, {:.2} ms predicted, {:.1} per CPU second",
             sequences as f64 / seconds,
             seconds * 1e3,
+            predicted_ms(sequences as u32, sequences as u32, sequences * u64::from(CONTEXT + STEPS / 2)),
             (sequences * u64::from(STEPS)) as f64 / (cpu_seconds()? - cpu)
         );
     }

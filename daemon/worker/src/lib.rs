@@ -7,6 +7,7 @@
 
 pub mod arena;
 pub mod batch;
+pub mod calibrate;
 pub mod forward;
 pub mod load;
 pub mod memory;

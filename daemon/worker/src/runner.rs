@@ -7,13 +7,14 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use pagedd_core::BlockId;
+use pagedd_core::{BlockId, StepCost};
 use pagedd_kernels::{Isa, KvElement, KvError, KvLayout, KvRow, SlotMapping, copy_block};
 use pagedd_model::ModelSource;
 use pagedd_wire::worker::{Device, Dtype, Hello, KvDtype, ModelInfo, Output, Plan, Sampled, SequenceState};
 
 use crate::arena::{self, Arena, Header, Kind};
 use crate::batch::{self, Batch, Limits, PlanError};
+use crate::calibrate;
 use crate::forward::Decoder;
 use crate::load::{self, LoadError};
 use crate::memory::{self, KvRequest};
@@ -128,6 +129,7 @@ impl ModelRunner {
             threads: threads as u32,
             kernels: isa.as_str().to_owned(),
             load_us: 0,
+            cost: StepCost::UNKNOWN.into(),
         };
         let limits = Limits {
             max_num_seqs: hello.max_num_seqs as usize,
@@ -142,7 +144,34 @@ impl ModelRunner {
         let rows = limits.max_num_seqs.min(tokens);
         let decoder =
             Decoder::new(config, places, weights, isa, threads, tokens, rows).map_err(LoadError::Threads)?;
-        Ok(Self { decoder, kv, layout, sequences: Sequences::default(), limits, info })
+        let mut runner = Self { decoder, kv, layout, sequences: Sequences::default(), limits, info };
+        if hello.measure {
+            runner.measure()?;
+        }
+        Ok(runner)
+    }
+
+    /// Measures what steps take, on a KV arena that is there only meanwhile: of the real one every byte may be needed.
+    fn measure(&mut self) -> Result<(), LoadError> {
+        let start = Instant::now();
+        let capacity = calibrate::blocks(&self.limits);
+        let data_bytes = u64::from(capacity) * self.info.block_bytes;
+        let private = Arena::create(Header { kind: Kind::Kv, data_bytes, identity: [0; 32] })?;
+        let (kv, limits) = (std::mem::replace(&mut self.kv, private), self.limits);
+        self.limits.capacity = capacity;
+        let cost = calibrate::measure(&limits, |plan| self.run(plan).map(|output| output.compute_us));
+        (self.kv, self.limits, self.sequences) = (kv, limits, Sequences::default());
+        match cost {
+            Ok(cost) => {
+                let StepCost { body_us, head_us, pair_us } = cost;
+                let took_us = start.elapsed().as_micros() as u64;
+                tracing::info!(took_us, ?body_us, ?head_us, pair_us, "steps measured");
+                self.info.cost = cost.into();
+            }
+            // Nothing depends on it: steps are planned as if time did not count.
+            Err(error) => tracing::warn!(%error, "steps could not be measured"),
+        }
+        Ok(())
     }
 
     /// What was loaded.

@@ -2,10 +2,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use pagedd_core::{Blocks, FinishReason, RequestId, SamplingParams, StepCost, TenantId, TokenId, Tokens};
+use pagedd_core::{
+    Blocks, FinishReason, RequestId, SamplingParams, SequenceId, StepCost, TenantId, TokenId, Tokens,
+};
 use pagedd_sched::{
-    AdmitError, Applied, Finished, NewRequest, PolicyKind, Scheduler, SchedulerConfig, ShareSpec, StepOutput,
-    StepPlan,
+    AdmitError, Applied, Finished, NewRequest, PolicyKind, Row, Scheduler, SchedulerConfig, ShareSpec,
+    StepOutput, StepPlan,
 };
 
 use crate::worker::{Worker, reference};
@@ -23,6 +25,16 @@ pub fn config(capacity: u32, block_size: u32) -> SchedulerConfig {
         weight_digest: [9; 16],
         prefix_cache: true,
         cost: StepCost::UNKNOWN,
+        itl_target_us: None,
+    }
+}
+
+/// A cost that is a straight line everywhere, in microseconds: of a step, a token, a row and a pair.
+pub fn straight(step: f32, token: f32, row: f32, pair: f32) -> StepCost {
+    StepCost {
+        body_us: StepCost::SIZES.map(|n| step + token * n as f32),
+        head_us: StepCost::SIZES.map(|n| row * n as f32),
+        pair_us: pair,
     }
 }
 
@@ -55,6 +67,8 @@ pub struct Bench {
     pub depth: usize,
     pub flying: VecDeque<(StepPlan, StepOutput)>,
     pub requests: BTreeMap<RequestId, NewRequest>,
+    /// Prompt tokens of each sequence: they are numbered from 1, in the order of admission.
+    prompts: BTreeMap<SequenceId, usize>,
     pub tokens: BTreeMap<(RequestId, u32), Vec<TokenId>>,
     pub finished: Vec<Finished>,
     /// Requests whose rows were made to fail.
@@ -71,6 +85,7 @@ impl Bench {
             depth,
             flying: VecDeque::new(),
             requests: BTreeMap::new(),
+            prompts: BTreeMap::new(),
             tokens: BTreeMap::new(),
             finished: Vec::new(),
             broken: Vec::new(),
@@ -87,6 +102,7 @@ impl Bench {
         self.scheduler.admit(request.clone())?;
         for choice in 0..request.n {
             self.tokens.insert((request.id, choice), Vec::new());
+            self.prompts.insert(SequenceId(self.prompts.len() as u64 + 1), request.prompt.len());
         }
         self.requests.insert(request.id, request);
         Ok(())
@@ -133,6 +149,29 @@ impl Bench {
         seqs.sort_unstable();
         seqs.dedup();
         assert_eq!(seqs.len(), plan.rows.len(), "one row per sequence");
+        self.check_time(plan);
+    }
+
+    /// Beside a sequence that decodes, prompts keep to the target, but for the block that they may always have (and what is
+    /// left of the blocks around it).
+    fn check_time(&self, plan: &StepPlan) {
+        let SchedulerConfig { cost, itl_target_us: Some(target_us), block_size, .. } =
+            self.scheduler.config()
+        else {
+            return;
+        };
+        // One that comes back from preemption is computed anew, however little of it is not in the cache.
+        let runs = |row: &Row| plan.begin.iter().all(|begin| begin.seq != row.seq);
+        let past_prompt = |row: &Row| row.start.0 as usize >= self.prompts[&row.seq];
+        let decodes =
+            |row: &&Row| row.inputs.len() == 1 && !row.samples.is_empty() && past_prompt(row) && runs(row);
+        let decoding = plan.rows.iter().filter(decodes).count();
+        let prompts = plan.input_tokens().0 - decoding as u32;
+        let us = plan.predicted_us(cost);
+        assert!(
+            decoding == 0 || us <= *target_us as f32 || prompts < 3 * block_size.0,
+            "{us} us, {target_us} are wanted: {plan:?}"
+        );
     }
 
     /// Applies the oldest plan in flight.

@@ -6,7 +6,7 @@ use pagedd_core::{FinishReason, TenantId, TokenId, Tokens};
 use pagedd_sched::{AdmitError, Stats};
 use proptest::prelude::*;
 
-use crate::bench::{Bench, config, id, request, share};
+use crate::bench::{Bench, config, id, request, share, straight};
 use crate::worker::mix;
 
 /// A stream of numbers from one seed.
@@ -61,6 +61,11 @@ impl World {
         config.max_model_len = Tokens(8 + dice.below(100) as u32);
         config.max_queued_requests = 1 + dice.below(8) as u32;
         config.prefix_cache = !dice.one_in(4);
+        if dice.one_in(2) {
+            let mut cost = || dice.below(20) as f32;
+            config.cost = straight(cost(), 1.0 + cost(), cost(), cost() / 8.0);
+            config.itl_target_us = Some(dice.below(600));
+        }
         let depth = 1 + dice.below(3) as usize;
         let tenants = 1 + dice.below(4);
         let mut world =

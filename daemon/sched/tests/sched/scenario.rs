@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! config   block 16  tokens 64  seqs 8  len 256  depth 1      (each with this default)
+//! cost     step 100  token 10  row 5  pair 0  target 400      (microseconds; without this line nothing is known)
 //! tenants  a: floor 4 ceiling 8   b: floor 0 ceiling 8   pool 10
 //! submit   a1 prompt 64  max 8  n 1  like a0                  (max 1, n 1; `like`: the same tokens as far as they go)
 //! step 3 | plan | apply | revert | finish | show | cancel a1 | stop a1.0 | share a floor 2 ceiling 8
@@ -16,7 +17,7 @@ use std::path::Path;
 use pagedd_core::{FinishReason, SequenceId, TenantId, Tokens};
 use pagedd_sched::{Input, NewRequest, StepPlan, WaitReason};
 
-use crate::bench::{Bench, config, id, request, share};
+use crate::bench::{Bench, config, id, request, share, straight};
 
 struct Player {
     bench: Option<Bench>,
@@ -84,6 +85,12 @@ impl Player {
                 self.config.max_model_len = Tokens(value(words, "len", 256));
                 self.config.max_queued_requests = value(words, "queue", 100);
                 self.depth = value(words, "depth", 1) as usize;
+            }
+            "cost" => {
+                let us = |key| value(words, key, 0) as f32;
+                self.config.cost = straight(us("step"), us("token"), us("row"), us("pair"));
+                self.config.itl_target_us =
+                    words.contains(&"target").then(|| value(words, "target", 0).into());
             }
             "tenants" => {
                 let mut config = self.config.clone();

@@ -51,6 +51,7 @@ pub fn hello(path: &Path, dtype: Dtype) -> Hello {
         max_num_seqs: 64,
         max_num_batched_tokens: 512,
         threads: Some(2),
+        measure: false,
         weights_fd: false,
         kv_fd: false,
     }

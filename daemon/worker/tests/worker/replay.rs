@@ -1,6 +1,6 @@
 //! Plans run again, and workers that take over from others.
 
-use pagedd_core::{SamplingParams, TensorType};
+use pagedd_core::{SamplingParams, StepCost, TensorType};
 use pagedd_model::testing::{Random, TinyModel};
 use pagedd_wire::worker::{
     Arena, Begin, BlockCopy, Dtype, Hello, Input, KvMemory, Output, Plan, Row, SequenceState, TableUpdate,
@@ -118,6 +118,25 @@ fn plans_n_and_n_plus_1_run_again_after_a_resync_leave_equal_arenas_and_outputs(
         again.run(&steps.last().unwrap().plan).unwrap();
         assert_equal_arenas(&once, &again, "pairs of plans again");
     }
+}
+
+#[test]
+fn measuring_steps_leaves_a_kv_arena_that_was_taken_over_as_it_was() {
+    let (_dir, path) = tiny(&TinyModel::of_type(TensorType::Q4_1));
+    let (mut whole, mut first) = (load(&small(&path)), load(&small(&path)));
+    let steps = history(&mut whole, 5);
+    let (last, before) = steps.split_last().unwrap();
+    for step in before {
+        first.run(&step.plan).unwrap();
+    }
+    let fds = Fds { weights: Some(dup(&first, Arena::Weights)), kv: Some(dup(&first, Arena::Kv)) };
+    drop(first);
+    let mut second = ModelRunner::load(&Hello { measure: true, ..small(&path) }, fds, &mut |_| true).unwrap();
+    assert!(second.info().kv_reused);
+    assert!(StepCost::from(second.info().cost).is_known());
+    second.resync(last.before.clone()).unwrap();
+    assert_eq!(without_time(&second.run(&last.known).unwrap()), without_time(&last.output));
+    assert_equal_arenas(&whole, &second, "measured in between");
 }
 
 #[test]

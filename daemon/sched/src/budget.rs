@@ -1,0 +1,98 @@
+//! How much of a step prompts may have beside sequences that decode.
+//!
+//! **Owns** the prediction of what a step in the making takes. **Never** leaves a decoding sequence out, and never holds prompts
+//! up for good: at least a block's tokens of them go into every step.
+
+use pagedd_core::StepCost;
+
+use crate::config::SchedulerConfig;
+
+/// What a step's time depends on.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Load {
+    tokens: u32,
+    /// Rows that meet the output matrix.
+    rows: u32,
+    /// Pairs of a token and a position that it sees, its own included.
+    pairs: u64,
+}
+
+impl Load {
+    /// With positions `[start, start + n)` of one more sequence, which draws or not.
+    pub fn with(self, start: usize, n: usize, draws: bool) -> Self {
+        let (first, count) = (start as u64, n as u64);
+        Self {
+            tokens: self.tokens + n as u32,
+            rows: self.rows + u32::from(draws),
+            pairs: self.pairs + count * first + count * (count + 1) / 2,
+        }
+    }
+
+    /// Predicted time.
+    pub fn us(&self, cost: &StepCost) -> f32 {
+        cost.step_us(self.tokens, self.rows, self.pairs)
+    }
+}
+
+/// What prompts may still have of a step.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    cost: StepCost,
+    /// Longest that the step may take; `None` where nobody decodes, or where time is not known or not limited.
+    target_us: Option<f32>,
+    /// The step so far, with all sequences that decode, also those that are still to come.
+    load: Load,
+    block_size: usize,
+    /// Prompt tokens of the step so far.
+    prompts: usize,
+    /// Somebody's part did not fit: those behind it do not overtake.
+    closed: bool,
+}
+
+impl Budget {
+    /// For a step in which sequences decode at the positions `decoding`.
+    pub fn new(config: &SchedulerConfig, decoding: impl Iterator<Item = usize>) -> Self {
+        let load = decoding.fold(Load::default(), |load, position| load.with(position, 1, true));
+        let limited = load.tokens > 0 && config.cost.is_known();
+        Self {
+            cost: config.cost,
+            target_us: config.itl_target_us.filter(|_| limited).map(|us| us as f32),
+            load,
+            block_size: config.block_size.0 as usize,
+            prompts: 0,
+            closed: false,
+        }
+    }
+
+    /// How many of the positions `[start, end)` of a prompt the step may compute: none, all, or up to a block's end at least.
+    pub fn allowed(&mut self, start: usize, end: usize) -> usize {
+        let all = end - start;
+        let Some(target_us) = self.target_us else { return all };
+        let size = self.block_size;
+        let mut fit = 0;
+        if !self.closed {
+            let fits = |n: usize| self.load.with(start, n, n == all).us(&self.cost) <= target_us;
+            // More tokens never take less time: `fit` of them fit, `over` do not.
+            let mut over = all + 1;
+            while fit + 1 < over {
+                let middle = usize::midpoint(fit, over);
+                if fits(middle) { fit = middle } else { over = middle }
+            }
+            if fit < all && (start + fit) / size == start / size {
+                fit = 0;
+            }
+        }
+        if self.prompts < size {
+            // Up to a block's end, over at least as many tokens as a block has.
+            fit = fit.max((start + size).next_multiple_of(size) - start);
+        }
+        self.closed |= fit == 0;
+        fit.min(all)
+    }
+
+    /// The step computes positions `[start, start + n)` of a prompt, up to its last where it `draws`.
+    pub fn add(&mut self, start: usize, n: usize, draws: bool) {
+        self.load = self.load.with(start, n, draws);
+        self.prompts += n;
+    }
+}
