@@ -16,7 +16,7 @@ use pagedd_engine::{
 };
 use pagedd_host::fdstore::FdStore;
 use pagedd_sched::{AdmitError, PolicyKind, Scheduler, SchedulerConfig};
-use pagedd_wire::worker::ModelInfo;
+use pagedd_wire::worker::{MOST_DRAFTS, ModelInfo};
 use tokio::sync::{mpsc, watch};
 use tracing::{error, info};
 
@@ -156,6 +156,8 @@ fn scheduler_config(config: &Settings, info: &ModelInfo, cache_key: [u8; 32]) ->
         cache_key,
         weight_digest: info.digest,
         prefix_cache: config.prefix_cache,
+        prompt_lookup: config.prompt_lookup,
+        max_drafts: MOST_DRAFTS,
         cost: StepCost::UNKNOWN,
     }
 }

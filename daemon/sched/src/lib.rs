@@ -26,6 +26,8 @@
 
 mod apply;
 mod config;
+mod draft;
+mod lookup;
 mod plan;
 mod policy;
 mod reclaim;

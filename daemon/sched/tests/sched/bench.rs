@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use pagedd_core::{Blocks, FinishReason, RequestId, SamplingParams, StepCost, TenantId, TokenId, Tokens};
 use pagedd_sched::{
-    AdmitError, Applied, Finished, NewRequest, PolicyKind, Scheduler, SchedulerConfig, ShareSpec, StepOutput,
-    StepPlan,
+    AdmitError, Applied, Finished, Input, NewRequest, PolicyKind, Scheduler, SchedulerConfig, ShareSpec,
+    StepOutput, StepPlan,
 };
 
 use crate::worker::{Worker, reference};
@@ -22,6 +22,8 @@ pub fn config(capacity: u32, block_size: u32) -> SchedulerConfig {
         cache_key: [7; 32],
         weight_digest: [9; 16],
         prefix_cache: true,
+        prompt_lookup: false,
+        max_drafts: 16,
         cost: StepCost::UNKNOWN,
     }
 }
@@ -133,6 +135,13 @@ impl Bench {
         seqs.sort_unstable();
         seqs.dedup();
         assert_eq!(seqs.len(), plan.rows.len(), "one row per sequence");
+        let drafts: u32 = plan.rows.iter().map(|row| row.drafts).sum();
+        assert!(drafts <= config.max_drafts, "{drafts} guesses");
+        for row in plan.rows.iter().filter(|row| row.drafts > 0) {
+            assert_eq!(row.samples, [row.seq], "a row with guesses draws for its own sequence only");
+            assert!(row.inputs.iter().all(|input| matches!(input, Input::Known(_))), "{row:?}");
+            assert!((row.drafts as usize) < row.inputs.len(), "{row:?}");
+        }
     }
 
     /// Applies the oldest plan in flight.
