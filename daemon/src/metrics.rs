@@ -203,6 +203,8 @@ fn nothing(tenant: TenantId) -> TenantStats {
         prefix_hit_tokens: 0,
         aborted: 0,
         output_tokens: 0,
+        draft_tokens: 0,
+        draft_tokens_accepted: 0,
     }
 }
 

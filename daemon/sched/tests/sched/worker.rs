@@ -22,7 +22,7 @@ pub fn mix(a: u64, b: u64) -> u64 {
 /// What stands at `position`, behind slots of this digest.
 fn draw(digest: u64, position: usize, choice: u32, sampling: &SamplingParams) -> TokenId {
     let hash = mix(mix(digest, u64::from(choice)), sampling.seed);
-    let comes_round = hash / VOCABULARY % 4 > 0;
+    let comes_round = !(hash / VOCABULARY).is_multiple_of(4);
     TokenId(if comes_round { position as u32 % 5 } else { (hash % VOCABULARY) as u32 })
 }
 

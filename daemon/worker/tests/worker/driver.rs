@@ -127,7 +127,7 @@ impl Driver {
         let right: Vec<_> = future.iter().skip(seq.drawn()).take(depth).copied().collect();
         right
             .into_iter()
-            .map(|token| if self.random.next_u64() % 4 == 0 { token ^ 1 } else { token })
+            .map(|token| if self.random.next_u64().is_multiple_of(4) { token ^ 1 } else { token })
             .collect()
     }
 

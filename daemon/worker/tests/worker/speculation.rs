@@ -57,7 +57,7 @@ fn output(plan: &StepPlan, output: Output) -> StepOutput {
     StepOutput { plan: plan.id, sampled: sampled.collect(), failed: Vec::new(), compute_us: 0 }
 }
 
-fn state(snapshot: SequenceSnapshot) -> SequenceState {
+fn state(snapshot: &SequenceSnapshot) -> SequenceState {
     SequenceState {
         seq: snapshot.seq.0,
         choice: snapshot.choice,
@@ -149,7 +149,7 @@ impl Run<'_> {
     fn again(&mut self, scheduler: &Scheduler, step: &StepPlan, given: &Output, steps: u64) {
         let before = self.runner.arena(Arena::Kv).data().to_vec();
         if steps % 4 == 1 {
-            self.runner.resync(scheduler.snapshot().into_iter().map(state).collect()).unwrap();
+            self.runner.resync(scheduler.snapshot().iter().map(state).collect()).unwrap();
         }
         let again = self.runner.run(&plan(step)).unwrap();
         assert_eq!(Output { compute_us: 0, ..again }, Output { compute_us: 0, ..given.clone() });
