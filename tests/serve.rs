@@ -342,7 +342,11 @@ fn metrics_have_the_names_that_dashboards_ask_for() {
         "blocks_free",
         "scheduler_running_requests",
         "pagedd_",
+        "pagedd_draft_tokens_total{",
+        "pagedd_draft_tokens_accepted_total{",
         "vllm:",
+        "vllm:spec_decode_num_draft_tokens_total{",
+        "vllm:spec_decode_num_accepted_tokens_total{",
     ] {
         assert!(text.lines().any(|l| l.starts_with(name)), "no metric {name}:\n{text}");
     }

@@ -10,6 +10,11 @@ pub fn or_unknown(value: Option<impl ToString>) -> String {
     value.map_or_else(|| UNKNOWN.to_owned(), |value| value.to_string())
 }
 
+/// A switch.
+pub fn on_or_off(on: bool) -> String {
+    if on { "on" } else { "off" }.to_owned()
+}
+
 /// A tenant's state.
 pub fn tenant_state(state: &TenantState) -> String {
     match state {
@@ -73,6 +78,7 @@ pub fn tenant(info: &TenantInfo) -> String {
         ("running", info.running.to_string()),
         ("waiting", info.waiting.to_string()),
         ("keys", if info.auth { info.keys.to_string() } else { format!("{} (none needed)", info.keys) }),
+        ("lookup", on_or_off(info.prompt_lookup)),
         ("gateway", gateway(&info.gateway)),
         ("created", time(info.created_unix)),
     ])

@@ -69,6 +69,7 @@ fn tenant(name: &str, port: u16) -> TenantInfo {
             held_blocks: 7,
             cached_blocks: 9,
         },
+        prompt_lookup: true,
         running: 1,
         waiting: 2,
         gateway: GatewayInfo { state: GatewayState::Running, pid: Some(4242), restarts: 0 },
@@ -106,6 +107,7 @@ fn tenant_add_shows_the_port_the_key_and_a_line_to_try_it() {
         kv_floor: Some("20%".to_owned()),
         kv_ceiling: Some("512MiB".to_owned()),
         no_auth: false,
+        prompt_lookup: None,
     };
     assert_eq!(command, Command::TenantAdd(spec));
     assert_eq!(
@@ -129,8 +131,10 @@ curl http://127.0.0.1:8101/v1/chat/completions -H 'Authorization: Bearer pgd_abc
 #[test]
 fn tenant_add_without_options_leaves_the_choice_to_the_daemon_and_an_open_port_needs_no_key() {
     let open = TenantInfo { auth: false, keys: 0, ..tenant("acme", 8101) };
-    let (command, text) =
-        done("tenant add acme --no-auth", Reply::TenantAdded(TenantAdded { tenant: open, key: None }));
+    let (command, text) = done(
+        "tenant add acme --no-auth --prompt-lookup off",
+        Reply::TenantAdded(TenantAdded { tenant: open, key: None }),
+    );
     let spec = TenantSpec {
         name: "acme".to_owned(),
         port: None,
@@ -138,6 +142,7 @@ fn tenant_add_without_options_leaves_the_choice_to_the_daemon_and_an_open_port_n
         kv_floor: None,
         kv_ceiling: None,
         no_auth: true,
+        prompt_lookup: Some(false),
     };
     assert_eq!(command, Command::TenantAdd(spec));
     assert!(text.contains("key         none needed: anyone who reaches the port may use it\n"), "{text}");
@@ -146,10 +151,12 @@ fn tenant_add_without_options_leaves_the_choice_to_the_daemon_and_an_open_port_n
 
 #[test]
 fn tenant_set_sends_what_changes_and_nothing_else() {
-    let (command, text) = done("tenant set acme --kv-floor 4096tokens --auth off", shown());
+    let (command, text) =
+        done("tenant set acme --kv-floor 4096tokens --auth off --prompt-lookup on", shown());
     let changes = TenantChanges {
         kv_floor: Some("4096 tokens".to_owned()),
         auth: Some(false),
+        prompt_lookup: Some(true),
         ..TenantChanges::default()
     };
     assert_eq!(command, Command::TenantSet(TenantSet { name: "acme".to_owned(), changes }));
@@ -158,7 +165,7 @@ fn tenant_set_sends_what_changes_and_nothing_else() {
     assert_eq!(outcome.code, failure::USAGE);
     assert_eq!(
         outcome.stderr,
-        "error: nothing to change about `acme`\nhint: give --port, --kv-floor, --kv-ceiling or --auth\n"
+        "error: nothing to change about `acme`\nhint: give --port, --kv-floor, --kv-ceiling, --auth or --prompt-lookup\n"
     );
 }
 
@@ -167,15 +174,16 @@ fn tenant_list_is_an_aligned_table() {
     let mut zebra = TenantInfo { auth: false, ..tenant("zebra-longer", 10_000) };
     zebra.state = TenantState::Failed { error: "port\u{1b}[2J".to_owned() };
     zebra.gateway.pid = None;
+    zebra.prompt_lookup = false;
     let (command, text) =
         done("tenant list", Reply::Tenants(TenantListed { tenants: vec![tenant("acme", 8101), zebra] }));
     assert_eq!(command, Command::TenantList);
     assert_eq!(
         text,
         "\
-TENANT        STATE              PORT  MODEL    KV FLOOR  KV CEILING  HELD  CACHED  RUNNING  WAITING  KEYS  GATEWAY
-acme          ready              8101  smollm2       20%         50%     7       9        1        2     1     4242
-zebra-longer  failed: port\u{fffd}[2J  10000  smollm2       20%         50%     7       9        1        2  open        -
+TENANT        STATE              PORT  MODEL    KV FLOOR  KV CEILING  HELD  CACHED  RUNNING  WAITING  KEYS  LOOKUP  GATEWAY
+acme          ready              8101  smollm2       20%         50%     7       9        1        2     1  on         4242
+zebra-longer  failed: port\u{fffd}[2J  10000  smollm2       20%         50%     7       9        1        2  open  off           -
 "
     );
     let (_, text) = done("tenant list", Reply::Tenants(TenantListed { tenants: vec![] }));
@@ -202,6 +210,7 @@ kv cached   9 blocks
 running     1
 waiting     2
 keys        1
+lookup      on
 gateway     running, pid 4242, 0 restarts
 created     2026-09-21 14:13:20 UTC
 "
@@ -322,8 +331,8 @@ smollm2  ready  llama         cpu     q8     f16  avx2           2  138.1MiB    
 MODEL    BLOCKS  FREE  CACHED  HELD  BLOCK SIZE  RUNNING  WAITING  STEPS  LAST STEP
 smollm2    1000   984       9     7          16        1        2  12345   1.2s ago
 
-TENANT  STATE  PORT  MODEL    KV FLOOR  KV CEILING  HELD  CACHED  RUNNING  WAITING  KEYS  GATEWAY
-acme    ready  8101  smollm2       20%         50%     7       9        1        2     1     4242
+TENANT  STATE  PORT  MODEL    KV FLOOR  KV CEILING  HELD  CACHED  RUNNING  WAITING  KEYS  LOOKUP  GATEWAY
+acme    ready  8101  smollm2       20%         50%     7       9        1        2     1  on         4242
 "
     );
     let bare = StatusInfo { models: vec![], tenants: vec![], ..status() };

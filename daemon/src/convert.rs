@@ -37,6 +37,7 @@ fn row(row: &pagedd_sched::Row) -> wire::Row {
             .collect(),
         table: wire::TableUpdate { from: row.table.from, blocks: blocks(&row.table.blocks) },
         samples: row.samples.iter().map(|seq| seq.0).collect(),
+        drafts: row.drafts,
     }
 }
 

@@ -239,6 +239,7 @@ impl Daemon {
             kv_floor: share.floor.to_string(),
             kv_ceiling: share.ceiling.to_string(),
             auth: !spec.no_auth,
+            prompt_lookup: spec.prompt_lookup,
         };
         let (record, key) = self
             .db
@@ -252,7 +253,7 @@ impl Daemon {
         self.shop.keep_listener(record.id, &listener);
         let opened = self.shop.open(record.clone(), keys, share, &model, listener);
         let settled = match &opened {
-            Ok(tenant) => tenant.apply_share(share).await,
+            Ok(tenant) => tenant.apply(share, record.prompt_lookup).await,
             Err(error) => Err(error.clone()),
         };
         if let Err(error) = settled {
@@ -310,13 +311,15 @@ impl Daemon {
             Some(port) => Some(self.port(Some(port))?),
             None => None,
         };
-        tenant.apply_share(share).await?;
+        let prompt_lookup = changes.prompt_lookup.or(tenant.record.prompt_lookup);
+        tenant.apply(share, prompt_lookup).await?;
         let update = TenantUpdate {
             port: listener.as_ref().map(|(port, _)| *port),
             kv_floor: Some(share.floor.to_string()),
             kv_ceiling: Some(share.ceiling.to_string()),
             auth: changes.auth,
             suspended: None,
+            prompt_lookup,
         };
         let id = tenant.id();
         let written = self.db.with(move |db| db.update_tenant(id, &update)).await;
@@ -324,7 +327,7 @@ impl Daemon {
         match written {
             Ok(record) => tenant.record = record,
             Err(error) => {
-                tenant.apply_share(before).await?;
+                tenant.apply(before, tenant.record.prompt_lookup).await?;
                 return Err(error);
             }
         }
@@ -480,7 +483,11 @@ impl Daemon {
     /// The pool has a size: floors and ceilings become blocks. A tenant whose floor no longer fits is not served, and says so.
     async fn model_ready(&self, model: ModelId) {
         for tenant in self.tenants.values().filter(|tenant| tenant.model.id == model) {
-            let misfit = tenant.apply_share(tenant.share).await.err().map(|error| error.message);
+            let misfit = tenant
+                .apply(tenant.share, tenant.record.prompt_lookup)
+                .await
+                .err()
+                .map(|error| error.message);
             if let Some(reason) = &misfit {
                 warn!(tenant = tenant.record.name, reason, "tenant is not served");
             }

@@ -203,6 +203,8 @@ fn nothing(tenant: TenantId) -> TenantStats {
         prefix_hit_tokens: 0,
         aborted: 0,
         output_tokens: 0,
+        draft_tokens: 0,
+        draft_tokens_accepted: 0,
     }
 }
 
@@ -296,6 +298,8 @@ fn tenant(families: &mut Families, name: &str, model: &Model, numbers: &TenantSt
             numbers.prefix_query_tokens,
         ),
         ("pagedd_prefix_cache_hits", "Prompt tokens found in the prefix cache.", numbers.prefix_hit_tokens),
+        ("pagedd_draft_tokens", "Tokens guessed by prompt lookup and tried.", numbers.draft_tokens),
+        ("pagedd_draft_tokens_accepted", "Guessed tokens that came true.", numbers.draft_tokens_accepted),
     ];
     for (name, help, value) in counts {
         families.counter(name, help, &labels, value);
@@ -315,7 +319,7 @@ fn vllm<'a>(
     tenants: impl Iterator<Item = (&'a TenantStats, &'a Counters)>,
 ) {
     let labels: Labels = vec![("model_name", model.name.clone())];
-    let (mut sums, mut finished) = ([0; 5], [0; 4]);
+    let (mut sums, mut finished) = ([0; 7], [0; 4]);
     for (numbers, counters) in tenants {
         let add = [
             counters.prompt_tokens,
@@ -323,6 +327,8 @@ fn vllm<'a>(
             numbers.prefix_query_tokens,
             numbers.prefix_hit_tokens,
             numbers.preemptions,
+            numbers.draft_tokens,
+            numbers.draft_tokens_accepted,
         ];
         sums.iter_mut().zip(add).for_each(|(sum, add)| *sum += add);
         finished.iter_mut().zip(counters.finished).for_each(|(sum, add)| *sum += add);
@@ -339,12 +345,14 @@ fn vllm<'a>(
     }
     let hit_rate = if sums[2] == 0 { 0.0 } else { sums[3] as f64 / sums[2] as f64 };
     families.gauge("vllm:gpu_prefix_cache_hit_rate", "Prefix cache hits over queries.", &labels, hit_rate);
-    let names: [&[&'static str]; 5] = [
+    let names: [&[&'static str]; 7] = [
         &["vllm:prompt_tokens"],
         &["vllm:generation_tokens"],
         &["vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"],
         &["vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"],
         &["vllm:num_preemptions"],
+        &["vllm:spec_decode_num_draft_tokens"],
+        &["vllm:spec_decode_num_accepted_tokens"],
     ];
     let help = [
         "Prompt tokens.",
@@ -352,6 +360,8 @@ fn vllm<'a>(
         "Prompt tokens looked up.",
         "Prompt tokens found.",
         "Preemptions.",
+        "Guessed tokens tried.",
+        "Guessed tokens that came true.",
     ];
     for ((names, help), sum) in names.iter().zip(help).zip(sums) {
         for name in *names {

@@ -16,7 +16,7 @@ use pagedd_engine::{
 };
 use pagedd_host::fdstore::FdStore;
 use pagedd_sched::{AdmitError, PolicyKind, Scheduler, SchedulerConfig};
-use pagedd_wire::worker::ModelInfo;
+use pagedd_wire::worker::{MOST_DRAFTS, ModelInfo};
 use tokio::sync::{mpsc, watch};
 use tracing::{error, info};
 
@@ -158,6 +158,8 @@ fn scheduler_config(config: &Settings, info: &ModelInfo, cache_key: [u8; 32]) ->
         prefix_cache: config.prefix_cache,
         cost: info.cost.into(),
         itl_target_us: config.itl_target.map(|target| target.as_micros() as u64),
+        prompt_lookup: config.prompt_lookup,
+        max_drafts: MOST_DRAFTS,
     }
 }
 

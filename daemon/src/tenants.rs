@@ -73,7 +73,9 @@ impl Unserved {
 
     /// As `pagedctl` shows it.
     pub fn info(&self, address: IpAddr) -> TenantInfo {
-        let TenantRow { id, name, port, model, kv_floor, kv_ceiling, auth, created_unix, .. } = &self.record;
+        let TenantRow {
+            id, name, port, model, kv_floor, kv_ceiling, auth, created_unix, prompt_lookup, ..
+        } = &self.record;
         let error = format!("model `{model}` is not configured");
         TenantInfo {
             id: id.0,
@@ -92,6 +94,7 @@ impl Unserved {
                 held_blocks: 0,
                 cached_blocks: 0,
             },
+            prompt_lookup: prompt_lookup.unwrap_or(true),
             running: 0,
             waiting: 0,
             gateway: GatewayInfo { state: ShownGateway::Failed { error }, pid: None, restarts: 0 },
@@ -303,41 +306,41 @@ impl Tenant {
         }
     }
 
-    /// Puts the share into force, once the model's pool has a size.
-    pub async fn apply_share(&self, share: ShareAmounts) -> Result<(), ControlError> {
+    /// Puts share and switches into force, once the model's pool has a size.
+    pub async fn apply(&self, share: ShareAmounts, prompt_lookup: Option<bool>) -> Result<(), ControlError> {
         let Some(info) = self.model.state.borrow().model().map(|model| model.info.clone()) else {
             return Ok(());
         };
-        let busy = || {
-            ControlError::new(
-                ErrorCode::Busy,
-                format!("the engine of model `{}` does not answer", self.model.name),
-            )
-            .remedy("try again; `pagedctl status` shows the model's state")
-        };
-        let (command, answer) = self.share_command(share.in_blocks(&info));
-        self.model.engine.send(command).map_err(|_| busy())?;
+        let (command, answer) = self.set_command(share.in_blocks(&info), prompt_lookup);
+        self.model.engine.send(command).map_err(|_| self.busy())?;
         let Ok(answered) = tokio::time::timeout(ENGINE_ANSWER, answer).await else {
             // The engine will still get to it: what is in force then is to be what the caller goes on with.
-            let (back, _) = self.share_command(self.share.in_blocks(&info));
+            let (back, _) = self.set_command(self.share.in_blocks(&info), self.record.prompt_lookup);
             drop(self.model.engine.send(back));
-            return Err(busy());
+            return Err(self.busy());
         };
-        answered.map_err(|_| busy())?.map_err(|e| {
+        answered.map_err(|_| self.busy())?.map_err(|e| {
             ControlError::new(ErrorCode::FloorsExceedPool, format!("tenant `{}`: {e}", self.record.name))
                 .remedy("lower this floor or another tenant's; `pagedctl tenant list` shows them")
         })
     }
 
-    fn share_command(
+    fn busy(&self) -> ControlError {
+        let message = format!("the engine of model `{}` does not answer", self.model.name);
+        ControlError::new(ErrorCode::Busy, message)
+            .remedy("try again; `pagedctl status` shows the model's state")
+    }
+
+    fn set_command(
         &self,
         share: ShareSpec,
+        prompt_lookup: Option<bool>,
     ) -> (Command<Box<Ticket>>, oneshot::Receiver<Result<(), ShareError>>) {
         let (sender, answer) = oneshot::channel();
         let reply = Box::new(move |result| {
             let _ = sender.send(result);
         });
-        (Command::SetShare { tenant: self.id(), share, reply }, answer)
+        (Command::SetTenant { tenant: self.id(), share, prompt_lookup, reply }, answer)
     }
 
     /// As `pagedctl` shows it.
@@ -389,6 +392,7 @@ impl Tenant {
                 held_blocks: numbers.map_or(0, |n| n.held.0),
                 cached_blocks: numbers.map_or(0, |n| n.cached.0),
             },
+            prompt_lookup: self.record.prompt_lookup.unwrap_or(self.model.config.prompt_lookup),
             running: numbers.map_or(0, |n| n.running),
             waiting: numbers.map_or(0, |n| n.waiting),
             gateway: GatewayInfo { state: shown, pid, restarts },

@@ -1,6 +1,6 @@
 //! `pagedctl tenant add`.
 
-use super::{amount, name, port};
+use super::{Switch, amount, name, port};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
@@ -28,6 +28,9 @@ pub struct Args {
     /// Take requests without a key
     #[arg(long)]
     no_auth: bool,
+    /// Whether its sequences guess what they say next, several tokens in one step [default: as the model's configuration says]
+    #[arg(long)]
+    prompt_lookup: Option<Switch>,
 }
 
 /// The tenant, its key and a line to try it with.
@@ -40,6 +43,7 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         kv_floor: amount("--kv-floor", args.kv_floor.as_deref())?,
         kv_ceiling: amount("--kv-ceiling", args.kv_ceiling.as_deref())?,
         no_auth: args.no_auth,
+        prompt_lookup: args.prompt_lookup.map(bool::from),
     };
     context.ask(Command::TenantAdd(spec), |reply| match reply {
         Reply::TenantAdded(added) => Some(render(added)),

@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::show::tenant_state;
+use crate::show::{on_or_off, tenant_state};
 use crate::table::{Align::Left, Align::Right, Table};
 use pagedd_control::{Command, Reply, TenantInfo};
 
@@ -18,7 +18,7 @@ pub fn run(context: &Context) -> Result<String, Failure> {
 }
 
 /// Tenants as a table.
-pub fn table(tenants: &[TenantInfo]) -> Table<12> {
+pub fn table(tenants: &[TenantInfo]) -> Table<13> {
     let mut table = Table::new([
         ("TENANT", Left),
         ("STATE", Left),
@@ -31,6 +31,7 @@ pub fn table(tenants: &[TenantInfo]) -> Table<12> {
         ("RUNNING", Right),
         ("WAITING", Right),
         ("KEYS", Right),
+        ("LOOKUP", Left),
         ("GATEWAY", Right),
     ]);
     for tenant in tenants {
@@ -46,6 +47,7 @@ pub fn table(tenants: &[TenantInfo]) -> Table<12> {
             tenant.running.to_string(),
             tenant.waiting.to_string(),
             if tenant.auth { tenant.keys.to_string() } else { "open".to_owned() },
+            on_or_off(tenant.prompt_lookup),
             crate::show::or_unknown(tenant.gateway.pid),
         ]);
     }

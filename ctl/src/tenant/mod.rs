@@ -9,7 +9,21 @@ pub mod show;
 pub mod suspend;
 
 use crate::failure::Failure;
+use clap::ValueEnum;
 use pagedd_config::{Amount, TenantName};
+
+/// The value of a switch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum Switch {
+    On,
+    Off,
+}
+
+impl From<Switch> for bool {
+    fn from(switch: Switch) -> Self {
+        switch == Switch::On
+    }
+}
 
 /// A tenant's name, checked before the daemon is asked.
 pub fn name(text: &str) -> Result<String, Failure> {

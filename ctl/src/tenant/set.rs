@@ -1,10 +1,9 @@
 //! `pagedctl tenant set`.
 
-use super::{amount, name, port};
+use super::{Switch, amount, name, port};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
-use clap::ValueEnum;
 use pagedd_control::{Command, Reply, TenantChanges, TenantSet};
 
 /// What changes.
@@ -24,12 +23,9 @@ pub struct Args {
     /// Whether requests need a key
     #[arg(long)]
     auth: Option<Switch>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-enum Switch {
-    On,
-    Off,
+    /// Whether its sequences guess what they say next, several tokens in one step
+    #[arg(long)]
+    prompt_lookup: Option<Switch>,
 }
 
 /// The tenant as it is then.
@@ -38,13 +34,14 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         port: port(args.port.as_deref())?,
         kv_floor: amount("--kv-floor", args.kv_floor.as_deref())?,
         kv_ceiling: amount("--kv-ceiling", args.kv_ceiling.as_deref())?,
-        auth: args.auth.map(|switch| switch == Switch::On),
+        auth: args.auth.map(bool::from),
+        prompt_lookup: args.prompt_lookup.map(bool::from),
     };
     let name = name(&args.name)?;
     if changes.is_empty() {
         return Err(Failure::Usage {
             message: format!("nothing to change about `{name}`"),
-            hint: Some("give --port, --kv-floor, --kv-ceiling or --auth".to_owned()),
+            hint: Some("give --port, --kv-floor, --kv-ceiling, --auth or --prompt-lookup".to_owned()),
         });
     }
     context.ask(Command::TenantSet(TenantSet { name, changes }), |reply| match reply {

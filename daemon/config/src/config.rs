@@ -117,6 +117,8 @@ pub struct Model {
     pub max_queued_requests: u32,
     /// Whether prompts reuse KV blocks of earlier ones of their tenant.
     pub prefix_cache: bool,
+    /// Whether sequences guess what they say next, for tenants that say nothing of it.
+    pub prompt_lookup: bool,
     /// Order of a tenant's waiting requests.
     pub policy: Policy,
     /// `max_tokens` of a request that names none; `None` is what the context has left.
@@ -319,6 +321,7 @@ impl Source<'_> {
             threads,
             max_queued_requests,
             prefix_cache,
+            prompt_lookup,
             policy,
             default_max_tokens,
         } = raw;
@@ -365,6 +368,7 @@ impl Source<'_> {
             threads: threads.and_then(Auto::given).and_then(|n| NonZeroU32::new(n.0)),
             max_queued_requests: max_queued_requests.map_or(1_000, |n| n.0),
             prefix_cache: prefix_cache.is_none_or(|flag| flag.0),
+            prompt_lookup: prompt_lookup.is_none_or(|flag| flag.0),
             policy: policy.unwrap_or(Policy::Fcfs),
             default_max_tokens: default_max_tokens.and_then(Maybe::given).map(|n| Tokens(n.0)),
             name,

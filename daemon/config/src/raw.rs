@@ -66,6 +66,7 @@ section!(
         threads: Auto<Ranged<1, 1_024>>,
         max_queued_requests: Ranged<1, 1_000_000>,
         prefix_cache: Flag,
+        prompt_lookup: Flag,
         policy: Policy,
         default_max_tokens: Maybe<Ranged<1, 16_777_216>>,
     }

@@ -57,6 +57,7 @@ fn a_model_with_a_path_only_has_the_documented_defaults() {
     assert_eq!(model.itl_target, Some(Duration::from_millis(100)));
     assert_eq!((model.max_model_len, model.threads, model.default_max_tokens), (None, None, None));
     assert_eq!((model.max_queued_requests, model.prefix_cache, model.policy), (1_000, true, Policy::Fcfs));
+    assert!(model.prompt_lookup);
 }
 
 #[test]
@@ -70,6 +71,7 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
          \x20 z: {{ path: {0}, dtype: f32, itl_target: 1.5s }}\n\
          \x20 a: {{ path: {0}, device: cpu, dtype: f32, kv_dtype: f16, kv_memory: 100000 tokens, block_size: 512, max_num_seqs: 1,\n\
          \x20      max_num_batched_tokens: 2048, itl_target: none, max_model_len: 4096, threads: 2, max_queued_requests: 5, prefix_cache: false,\n\
+         \x20      prompt_lookup: false,\n\
          \x20      policy: fcfs, default_max_tokens: \"256\" }}\n",
         path.display()
     );
@@ -84,7 +86,8 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
     assert_eq!((model.block_size, model.max_num_seqs), (Tokens(512), 1));
     assert_eq!((model.max_num_batched_tokens, model.max_model_len), (Tokens(2_048), Some(Tokens(4_096))));
     assert_eq!((model.threads.map(u32::from), model.max_queued_requests), (Some(2), 5));
-    assert_eq!((model.prefix_cache, model.default_max_tokens), (false, Some(Tokens(256))));
+    assert_eq!((model.prefix_cache, model.prompt_lookup), (false, false));
+    assert_eq!(model.default_max_tokens, Some(Tokens(256)));
     assert_eq!(config.admin_socket, Path::new("/run/a.sock"));
     assert_eq!(config.gateway.max_body, Bytes(1_000_000));
     assert_eq!(config.gateway.header_timeout, Duration::from_millis(500));
@@ -185,6 +188,10 @@ const REFUSALS: &[(&str, &str)] = &[
     (
         "models: { m: { path: /etc, prefix_cache: yes } }\n",
         "1:42: models.m.prefix_cache: `yes` is neither true nor false",
+    ),
+    (
+        "models: { m: { prompt_lookup: on } }\n",
+        "1:31: models.m.prompt_lookup: `on` is neither true nor false",
     ),
     (
         "models: { m: { threads: -1 } }\n",

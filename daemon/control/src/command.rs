@@ -109,6 +109,8 @@ pub struct TenantSpec {
     pub kv_ceiling: Option<String>,
     /// Whether its port takes requests without a key.
     pub no_auth: bool,
+    /// Whether its sequences guess what they say next; `None` is as its model's configuration says.
+    pub prompt_lookup: Option<bool>,
 }
 
 /// Changes to a tenant.
@@ -131,6 +133,8 @@ pub struct TenantChanges {
     pub kv_ceiling: Option<String>,
     /// Whether a key is needed from now on.
     pub auth: Option<bool>,
+    /// Whether its sequences guess what they say next, from their next step on.
+    pub prompt_lookup: Option<bool>,
 }
 
 impl TenantChanges {

@@ -112,6 +112,8 @@ pub struct TenantInfo {
     pub keys: u32,
     /// Its share of the model's KV blocks.
     pub share: ShareInfo,
+    /// Whether its sequences guess what they say next.
+    pub prompt_lookup: bool,
     /// Sequences in the running batch.
     pub running: u32,
     /// Requests that wait.

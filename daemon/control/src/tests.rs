@@ -29,6 +29,7 @@ fn tenant() -> TenantInfo {
             held_blocks: 7,
             cached_blocks: 9,
         },
+        prompt_lookup: true,
         running: 1,
         waiting: 2,
         gateway: GatewayInfo { state: GatewayState::Running, pid: Some(42), restarts: 0 },
@@ -46,10 +47,15 @@ fn key() -> KeyCreated {
     }
 }
 
-const TENANT: &str = r#"{"id":3,"name":"acme","state":{"is":"ready"},"port":8101,"url":"http://127.0.0.1:8101","model":"smollm2","auth":true,"keys":1,"share":{"floor":"20%","ceiling":"50%","floor_blocks":200,"ceiling_blocks":null,"held_blocks":7,"cached_blocks":9},"running":1,"waiting":2,"gateway":{"state":{"is":"running"},"pid":42,"restarts":0},"created_unix":1790000000}"#;
+const TENANT: &str = r#"{"id":3,"name":"acme","state":{"is":"ready"},"port":8101,"url":"http://127.0.0.1:8101","model":"smollm2","auth":true,"keys":1,"share":{"floor":"20%","ceiling":"50%","floor_blocks":200,"ceiling_blocks":null,"held_blocks":7,"cached_blocks":9},"prompt_lookup":true,"running":1,"waiting":2,"gateway":{"state":{"is":"running"},"pid":42,"restarts":0},"created_unix":1790000000}"#;
 
 fn commands() -> Vec<(Command, &'static str)> {
-    let changes = TenantChanges { port: Some(9000), auth: Some(false), ..TenantChanges::default() };
+    let changes = TenantChanges {
+        port: Some(9000),
+        auth: Some(false),
+        prompt_lookup: Some(true),
+        ..TenantChanges::default()
+    };
     let spec = TenantSpec {
         name: "acme".to_owned(),
         port: None,
@@ -57,16 +63,17 @@ fn commands() -> Vec<(Command, &'static str)> {
         kv_floor: Some("20%".to_owned()),
         kv_ceiling: None,
         no_auth: false,
+        prompt_lookup: None,
     };
     let label = Some("laptop".to_owned());
     vec![
         (
             Command::TenantAdd(spec),
-            r#""command":"tenant_add","name":"acme","port":null,"model":"smollm2","kv_floor":"20%","kv_ceiling":null,"no_auth":false"#,
+            r#""command":"tenant_add","name":"acme","port":null,"model":"smollm2","kv_floor":"20%","kv_ceiling":null,"no_auth":false,"prompt_lookup":null"#,
         ),
         (
             Command::TenantSet(TenantSet { name: "acme".to_owned(), changes }),
-            r#""command":"tenant_set","name":"acme","changes":{"port":9000,"kv_floor":null,"kv_ceiling":null,"auth":false}"#,
+            r#""command":"tenant_set","name":"acme","changes":{"port":9000,"kv_floor":null,"kv_ceiling":null,"auth":false,"prompt_lookup":true}"#,
         ),
         (
             Command::TenantRemove(TenantRemove { name: "acme".to_owned(), force: true }),

@@ -201,8 +201,12 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                 let finished = self.scheduler.finish_choice(request, choice, reason);
                 self.commit_finished(finished);
             }
-            Command::SetShare { tenant, share, reply } => {
-                reply(self.scheduler.set_share(tenant, share));
+            Command::SetTenant { tenant, share, prompt_lookup, reply } => {
+                let set = self.scheduler.set_share(tenant, share);
+                if set.is_ok() {
+                    self.scheduler.set_prompt_lookup(tenant, prompt_lookup);
+                }
+                reply(set);
                 self.observe(true);
             }
             Command::RemoveTenant { tenant, reply } => {

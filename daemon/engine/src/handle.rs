@@ -31,12 +31,14 @@ pub enum Command<T> {
         /// Why.
         reason: FinishReason,
     },
-    /// Add a tenant or change its share.
-    SetShare {
+    /// Add a tenant or change its terms: all of them, or none where the share is refused.
+    SetTenant {
         /// Which.
         tenant: TenantId,
         /// Floor and ceiling.
         share: ShareSpec,
+        /// Whether its sequences guess what they say next; `None` is as the engine was made.
+        prompt_lookup: Option<bool>,
         /// Told when it is in force, or why it is not.
         reply: Reply<Result<(), ShareError>>,
     },

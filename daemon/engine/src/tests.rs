@@ -160,6 +160,8 @@ fn scheduler() -> Scheduler {
         cache_key: [0; 32],
         weight_digest: [0; 16],
         prefix_cache: true,
+        prompt_lookup: true,
+        max_drafts: 8,
         cost: StepCost::UNKNOWN,
         itl_target_us: None,
     })

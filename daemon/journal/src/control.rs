@@ -33,6 +33,8 @@ pub struct TenantRow {
     pub auth: bool,
     /// Whether new requests are refused.
     pub suspended: bool,
+    /// Whether its sequences guess what they say next; `None` is as its model's configuration says.
+    pub prompt_lookup: Option<bool>,
     /// When it was made, in seconds since 1970.
     pub created_unix: i64,
 }
@@ -52,6 +54,8 @@ pub struct NewTenant {
     pub kv_ceiling: String,
     /// Whether a key is needed.
     pub auth: bool,
+    /// Whether its sequences guess what they say next; `None` is as its model's configuration says.
+    pub prompt_lookup: Option<bool>,
 }
 
 /// Changes to a tenant; `None` leaves a column as it is.
@@ -67,6 +71,8 @@ pub struct TenantUpdate {
     pub auth: Option<bool>,
     /// Whether new requests are refused.
     pub suspended: Option<bool>,
+    /// Whether its sequences guess what they say next.
+    pub prompt_lookup: Option<bool>,
 }
 
 /// A key as it is stored.
@@ -88,7 +94,8 @@ pub struct KeyRow {
     pub revoked_unix: Option<i64>,
 }
 
-const TENANT: &str = "id, name, port, model, kv_floor, kv_ceiling, auth, suspended, created_unix";
+const TENANT: &str =
+    "id, name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, created_unix";
 const KEY: &str = "id, tenant, label, prefix, sha256, created_unix, revoked_unix";
 
 impl ControlDb {
@@ -151,10 +158,20 @@ impl ControlDb {
             change.refuse_port(new.port, None)?;
             let row = change.one(
                 &format!(
-                    "INSERT INTO tenants (name, port, model, kv_floor, kv_ceiling, auth, suspended, created_unix)
-                     VALUES (?1, ?2, ?3, ?4, ?5, ?6, 0, ?7) RETURNING {TENANT}"
+                    "INSERT INTO tenants
+                         (name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, created_unix)
+                     VALUES (:name, :port, :model, :floor, :ceiling, :auth, 0, :lookup, :now) RETURNING {TENANT}"
                 ),
-                params![new.name, new.port, new.model, new.kv_floor, new.kv_ceiling, new.auth, now_unix],
+                named_params! {
+                    ":name": new.name,
+                    ":port": new.port,
+                    ":model": new.model,
+                    ":floor": new.kv_floor,
+                    ":ceiling": new.kv_ceiling,
+                    ":auth": new.auth,
+                    ":lookup": new.prompt_lookup,
+                    ":now": now_unix,
+                },
                 tenant,
             )?;
             let key = first_key.map(|key| change.insert_key(row.id, None, key, now_unix)).transpose()?;
@@ -176,7 +193,8 @@ impl ControlDb {
                     &format!(
                         "UPDATE tenants SET port = coalesce(:port, port), kv_floor = coalesce(:floor, kv_floor),
                              kv_ceiling = coalesce(:ceiling, kv_ceiling), auth = coalesce(:auth, auth),
-                             suspended = coalesce(:suspended, suspended)
+                             suspended = coalesce(:suspended, suspended),
+                             prompt_lookup = coalesce(:lookup, prompt_lookup)
                          WHERE id = :id RETURNING {TENANT}"
                     ),
                     named_params! {
@@ -186,6 +204,7 @@ impl ControlDb {
                         ":ceiling": update.kv_ceiling,
                         ":auth": update.auth,
                         ":suspended": update.suspended,
+                        ":lookup": update.prompt_lookup,
                     },
                     tenant,
                 )?
@@ -357,6 +376,7 @@ fn tenant(row: &Row<'_>) -> rusqlite::Result<TenantRow> {
         kv_ceiling: row.get("kv_ceiling")?,
         auth: row.get("auth")?,
         suspended: row.get("suspended")?,
+        prompt_lookup: row.get("prompt_lookup")?,
         created_unix: row.get("created_unix")?,
     })
 }

@@ -46,6 +46,8 @@ pub(crate) const CONTROL: Migrations = &["
     ) STRICT;
     CREATE INDEX keys_of_tenant ON keys (tenant);
     INSERT INTO meta (key, value) VALUES ('installation_secret', randomblob(32));
+", "
+    ALTER TABLE tenants ADD COLUMN prompt_lookup INTEGER CHECK (prompt_lookup IN (0, 1));
 "];
 
 /// Opens `path` (mode 0600, made where it is missing), checks it and brings it to the newest version.

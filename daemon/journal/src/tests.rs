@@ -29,6 +29,7 @@ fn named(name: &str, port: u16) -> NewTenant {
         kv_floor: "20%".to_owned(),
         kv_ceiling: "50%".to_owned(),
         auth: true,
+        prompt_lookup: None,
     }
 }
 
@@ -152,6 +153,7 @@ fn an_update_changes_what_it_names_and_nothing_else() {
         kv_ceiling: Some("2GiB".to_owned()),
         auth: Some(false),
         suspended: Some(false),
+        prompt_lookup: Some(false),
     };
     let changed = db.update_tenant(row.id, &update).unwrap();
     let expected = TenantRow {
@@ -159,6 +161,7 @@ fn an_update_changes_what_it_names_and_nothing_else() {
         kv_floor: "1GiB".to_owned(),
         kv_ceiling: "2GiB".to_owned(),
         auth: false,
+        prompt_lookup: Some(false),
         ..row
     };
     assert_eq!((&changed, db.tenants().unwrap()), (&expected, vec![expected.clone()]));
@@ -233,9 +236,14 @@ fn a_file_of_version_1_is_read_with_all_that_is_in_it() {
         rows.iter().map(|row| (row.id.0, row.name.as_str(), row.port, row.auth, row.suspended)).collect();
     assert_eq!(summary, [(1, "acme", 8101, true, false), (3, "zebra", 8103, false, true)]);
     assert_eq!((rows[1].kv_floor.as_str(), rows[1].kv_ceiling.as_str()), ("0%", "4096 tokens"));
+    assert!(rows.iter().all(|row| row.prompt_lookup.is_none()), "as the model's configuration says");
     assert_eq!(db.live_keys(TenantId(1)).unwrap()[0].digest, Digest::of("pgd_AAAA-one"));
     assert_eq!(db.keys(TenantId(1)).unwrap()[1].revoked_unix, Some(1_790_000_009));
-    assert_eq!(db.add_tenant(&named("new", 8104), None, NOW).unwrap().0.id, TenantId(4));
+    let new = NewTenant { prompt_lookup: Some(true), ..named("new", 8104) };
+    let new = db.add_tenant(&new, None, NOW).unwrap().0;
+    assert_eq!((new.id, new.prompt_lookup), (TenantId(4), Some(true)));
+    let off = TenantUpdate { prompt_lookup: Some(false), ..TenantUpdate::default() };
+    assert_eq!(db.update_tenant(TenantId(1), &off).unwrap().prompt_lookup, Some(false));
 }
 
 #[test]
@@ -266,8 +274,10 @@ fn a_migration_keeps_the_rows_and_leaves_a_private_copy_of_what_was() {
     assert_eq!(mode(&backup), 0o600);
     assert!(!dir.path().join("control.db.v1.partial").exists());
     fs::rename(&backup, &path).unwrap();
+    assert_eq!(pragma(&Connection::open(&path).unwrap(), "user_version"), 1);
     let old = ControlDb::open(dir.path()).unwrap();
-    assert_eq!((old.tenants().unwrap().len(), pragma(old.raw(), "user_version")), (2, 1));
+    assert_eq!(old.tenants().unwrap().len(), 2);
+    assert_eq!(pragma(old.raw(), "user_version"), CONTROL.len() as i64);
 }
 
 #[test]
@@ -276,9 +286,11 @@ fn a_migration_that_fails_changes_nothing() {
     let path = dir.path().join("control.db");
     let error = open(&path, BROKEN).unwrap_err();
     assert!(error.to_string().contains("control.db: no such table: absent"), "{error}");
-    let db = ControlDb::open(dir.path()).unwrap();
-    assert_eq!((db.tenants().unwrap().len(), pragma(db.raw(), "user_version")), (2, 1));
-    assert_eq!(schema_of(db.raw()), schema_of(&Connection::open(v1().path().join("control.db")).unwrap()));
+    let db = Connection::open(&path).unwrap();
+    assert_eq!(pragma(&db, "user_version"), 1);
+    assert_eq!(schema_of(&db), schema_of(&Connection::open(v1().path().join("control.db")).unwrap()));
+    drop(db);
+    assert_eq!(ControlDb::open(dir.path()).unwrap().tenants().unwrap().len(), 2);
 }
 
 #[test]
@@ -292,7 +304,7 @@ fn a_newer_schema_is_refused_with_both_versions() {
         "{error}"
     );
     let text = error.to_string();
-    assert!(text.contains("has schema version 7, this pagedd knows up to 1"), "{text}");
+    assert!(text.contains("has schema version 7, this pagedd knows up to 2"), "{text}");
     assert_eq!(pragma(&Connection::open(&path).unwrap(), "user_version"), 7, "left as it was");
 }
 
@@ -356,6 +368,7 @@ fn a_directory_that_is_missing_or_takes_no_file_is_named() {
 fn a_database_that_cannot_be_written_says_so_and_stays() {
     let dir = v1();
     let path = dir.path().join("control.db");
+    drop(ControlDb::open(dir.path()).unwrap());
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY;
     let mut db = ControlDb::over(Connection::open_with_flags(&path, flags).unwrap(), path.clone()).unwrap();
     let error = db.add_tenant(&named("new", 8104), None, NOW).unwrap_err();

@@ -27,18 +27,26 @@ impl Scheduler {
                 self.pool.release(copy.from);
             }
         }
-        let mut drawn: BTreeMap<SequenceId, Sampled> =
-            output.sampled.into_iter().map(|s| (s.seq, s)).collect();
+        let mut drawn: BTreeMap<SequenceId, Vec<Sampled>> = BTreeMap::new();
+        for sampled in output.sampled {
+            drawn.entry(sampled.seq).or_default().push(sampled);
+        }
         let mut applied = Applied::default();
         for row in &plan.rows {
             if output.failed.iter().any(|(seq, _)| *seq == row.seq) {
                 self.fail(row, &mut applied);
                 continue;
             }
-            self.record_computed(row);
+            let mut right = 0;
             for id in &row.samples {
-                self.record_drawn(*id, drawn.remove(id), &mut applied);
+                let mut drawn = drawn.remove(id).unwrap_or_default();
+                if *id == row.seq {
+                    right = self.judge(row, &drawn);
+                }
+                drawn.truncate(if *id == row.seq { right + 1 } else { 1 });
+                self.record_drawn(*id, drawn, &mut applied);
             }
+            self.record_computed(row, right);
         }
         for row in &plan.rows {
             self.land(row, true);
@@ -65,6 +73,7 @@ impl Scheduler {
             if let Some(progress) = self.sequences.get_mut(&row.seq).and_then(Sequence::progress_mut) {
                 progress.computed = row.start;
                 progress.sent = row.table.from as usize;
+                progress.guesses = false;
             }
         }
         for copy in flight.copies.into_iter().rev() {
@@ -76,7 +85,9 @@ impl Scheduler {
         let size = self.config.block_size.0 as usize;
         for row in &plan.rows {
             if let Some(progress) = self.sequences.get_mut(&row.seq).and_then(Sequence::progress_mut) {
-                progress.table.truncate((row.start.0 as usize).div_ceil(size), &mut self.pool);
+                // Blocks that the worker had before, for guesses that were wrong, stay.
+                let before = (row.start.0 as usize).div_ceil(size).max(row.table.from as usize);
+                progress.table.truncate(before, &mut self.pool);
             }
         }
         for id in flight.forked.into_iter().rev() {
@@ -168,17 +179,22 @@ impl Scheduler {
         }
     }
 
-    /// Positions `[start, start + inputs)` are computed: blocks that they fill can be found from now on.
-    fn record_computed(&mut self, row: &Row) {
+    /// Positions `[start, certain + right)` are computed: blocks that they fill can be found from now on. What lies behind was
+    /// computed from wrong guesses, and is computed again.
+    fn record_computed(&mut self, row: &Row, right: usize) {
         let size = self.config.block_size.0 as usize;
         let Some(sequence) = self.sequences.get_mut(&row.seq) else { return };
-        let end = row.start.0 as usize + row.inputs.len();
+        let end = row.certain().0 as usize + right;
         // What follows a failed row was computed from nothing.
         let failed = matches!(sequence.state, State::Finished(FinishReason::Failed, _));
         // A token drawn after the end was dropped, so that what was computed from it has no name.
         let known = end.min(sequence.tokens.len());
         let Some(progress) = sequence.progress_mut() else { return };
         progress.applied = Tokens(end as u32);
+        if row.drafts > 0 {
+            progress.computed = progress.applied;
+            progress.guesses = false;
+        }
         progress.sent_applied = row.table.from as usize + row.table.blocks.len();
         let (from, to) = (progress.committed, known / size);
         if failed || from >= to || !self.config.prefix_cache {
@@ -198,17 +214,22 @@ impl Scheduler {
         progress.committed = to;
     }
 
-    fn record_drawn(&mut self, id: SequenceId, drawn: Option<Sampled>, applied: &mut Applied) {
+    /// Takes what a sequence drew, in order, up to where it ends.
+    fn record_drawn(&mut self, id: SequenceId, drawn: Vec<Sampled>, applied: &mut Applied) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         sequence.pending.pop_front();
-        if sequence.is_finished() {
-            return;
-        }
-        let Some(drawn) = drawn else {
+        if drawn.is_empty() && !sequence.is_finished() {
             let request = sequence.request;
             applied.finished.extend(self.finish_request(request, FinishReason::Failed));
-            return;
-        };
+        }
+        for drawn in drawn {
+            self.emit(id, drawn, applied);
+        }
+    }
+
+    /// One token more, unless the sequence has ended.
+    fn emit(&mut self, id: SequenceId, drawn: Sampled, applied: &mut Applied) {
+        let Some(sequence) = self.sequences.get_mut(&id).filter(|s| !s.is_finished()) else { return };
         sequence.tokens.push(drawn.token);
         let (len, limit) = (sequence.tokens.len(), sequence.limit);
         let (request_id, tenant_id, choice) = (sequence.request, sequence.tenant, sequence.choice);

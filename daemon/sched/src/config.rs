@@ -32,6 +32,10 @@ pub struct SchedulerConfig {
     pub weight_digest: [u8; 16],
     /// Whether computed prefixes are found again.
     pub prefix_cache: bool,
+    /// Whether sequences of tenants that say nothing guess what they say next.
+    pub prompt_lookup: bool,
+    /// Most guesses in a plan.
+    pub max_drafts: u32,
     /// What a step takes, as far as that is known.
     pub cost: StepCost,
     /// How long a step may take, as predicted, in which a sequence decodes: prompts beside it are computed in parts that keep to

@@ -27,6 +27,8 @@
 mod apply;
 mod budget;
 mod config;
+mod draft;
+mod lookup;
 mod plan;
 mod policy;
 mod reclaim;

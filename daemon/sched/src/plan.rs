@@ -88,6 +88,28 @@ pub struct Row {
     /// Which sequences draw from the logits of the row's last position. None for a chunk that does not end the prompt, all
     /// choices of a request at the end of its prompt, else the row's own sequence.
     pub samples: Vec<SequenceId>,
+    /// How many of the inputs, the last ones, are guesses of what the row's sequence draws. It draws behind the input before
+    /// the first guess, and behind each guess as long as the draw before it was that guess. Such a row draws for its own
+    /// sequence only, and all of its inputs are known.
+    pub drafts: u32,
+}
+
+impl Row {
+    /// One past the last position that is computed whatever is drawn.
+    #[must_use]
+    pub fn certain(&self) -> Tokens {
+        self.start + Tokens(self.inputs.len() as u32 - self.drafts)
+    }
+
+    /// How many guesses the row's draws came up to, where `drawn` are all of them in order. What was drawn behind a wrong guess
+    /// does not count.
+    #[must_use]
+    pub fn right(&self, drawn: &[Sampled]) -> usize {
+        let guesses = &self.inputs[self.inputs.len() - self.drafts as usize..];
+        let right =
+            guesses.iter().zip(drawn).take_while(|(guess, drawn)| **guess == Input::Known(drawn.token));
+        right.count().min(drawn.len().saturating_sub(1))
+    }
 }
 
 /// An input token.
@@ -118,7 +140,7 @@ pub struct TableUpdate {
 pub struct StepOutput {
     /// Which plan.
     pub plan: PlanId,
-    /// Drawn tokens.
+    /// Drawn tokens, those of one sequence in their order.
     pub sampled: Vec<Sampled>,
     /// Sequences whose row could not be computed, and why; the other rows are complete.
     pub failed: Vec<(SequenceId, String)>,

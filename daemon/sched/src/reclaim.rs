@@ -29,6 +29,10 @@ impl Claims {
         self.by_account.get(account.index()).copied().unwrap_or(0)
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.total == 0
+    }
+
     pub fn of_others(&self, account: AccountId) -> u32 {
         self.total - self.of(account)
     }

@@ -9,6 +9,7 @@ use pagedd_core::{Blocks, FinishReason, PlanId, RequestId, SequenceId, TenantId,
 use pagedd_kv::{BlockLease, BlockPool, PrefixHasher};
 
 use crate::config::SchedulerConfig;
+use crate::draft::Drafter;
 use crate::request::{AdmitError, Ended, Finished, NewRequest, Request};
 use crate::sequence::{Progress, Sequence, State};
 use crate::step::Wait;
@@ -120,6 +121,7 @@ impl Scheduler {
                 chain: Vec::new(),
                 in_flight: 0,
                 begun: false,
+                drafter: Drafter::default(),
                 state: State::Waiting(None),
             };
             self.sequences.insert(id, sequence);

@@ -17,6 +17,7 @@ use pagedd_core::{
 };
 use pagedd_kv::{AccountId, BlockKey, BlockTable, PrefixHasher};
 
+use crate::draft::Drafter;
 use crate::policy::Rank;
 
 /// How far a sequence with blocks is. Intervals are of positions, `[0, n)`.
@@ -33,6 +34,8 @@ pub(crate) struct Progress {
     pub sent_applied: usize,
     /// A plan that names it was applied: the worker knows it.
     pub entered: bool,
+    /// A plan in flight tries guesses: how far it gets is not known before it is applied.
+    pub guesses: bool,
     /// Blocks `[0, committed)` of the table need not be offered to the prefix index any more.
     pub committed: usize,
 }
@@ -57,7 +60,7 @@ pub(crate) struct Sequence {
     /// Prompt and applied output. Empty while it waits behind the choice that computes the prompt.
     pub tokens: Vec<TokenId>,
     pub prompt_len: usize,
-    /// Plans in flight that draw a token for it, oldest first.
+    /// Plans in flight that draw for it, oldest first: a token each, and more where guesses come true.
     pub pending: VecDeque<PlanId>,
     /// Most tokens it may reach, prompt and output.
     pub limit: usize,
@@ -67,11 +70,12 @@ pub(crate) struct Sequence {
     pub in_flight: u32,
     /// A worker may know it.
     pub begun: bool,
+    pub drafter: Drafter,
     pub state: State,
 }
 
 impl Sequence {
-    /// Tokens known and coming.
+    /// Tokens known and sure to come.
     pub fn total(&self) -> usize {
         self.tokens.len() + self.pending.len()
     }
@@ -113,9 +117,9 @@ impl Sequence {
     ///
     /// The last token a sequence may have is never an input.
     pub fn ready(&self) -> Option<(usize, usize)> {
-        let start = self.running()?.computed.0 as usize;
-        let end = self.total();
-        (start < end && end < self.limit).then_some((start, end))
+        let progress = self.running()?;
+        let (start, end) = (progress.computed.0 as usize, self.total());
+        (start < end && end < self.limit && !progress.guesses).then_some((start, end))
     }
 
     /// The position that it could compute now, where that is the only one and its prompt is done.

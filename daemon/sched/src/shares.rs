@@ -48,6 +48,14 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Sets whether a tenant's sequences guess what they say next, from their next step on; `None` is as the engine says.
+    /// Nothing where the tenant is not known.
+    pub fn set_prompt_lookup(&mut self, tenant: TenantId, on: Option<bool>) {
+        if let Some(tenant) = self.tenants.get_mut(&tenant) {
+            tenant.prompt_lookup = on;
+        }
+    }
+
     /// Cancels everything that a tenant has, and forgets it. Blocks that a plan in flight may read return when it is applied.
     #[must_use = "these ends are reported nowhere else"]
     pub fn remove_tenant(&mut self, tenant: TenantId) -> Vec<Finished> {

@@ -47,6 +47,10 @@ pub struct TenantStats {
     pub aborted: u64,
     /// Emitted tokens.
     pub output_tokens: u64,
+    /// Guesses tried.
+    pub draft_tokens: u64,
+    /// Of these, right.
+    pub draft_tokens_accepted: u64,
 }
 
 impl Stats {
@@ -136,6 +140,8 @@ impl Scheduler {
                 prefix_hit_tokens: tenant.counters.prefix_hits,
                 aborted: tenant.counters.aborted,
                 output_tokens: tenant.counters.output_tokens,
+                draft_tokens: tenant.counters.drafts,
+                draft_tokens_accepted: tenant.counters.drafts_accepted,
             }
         });
         let (mut cached, mut held) = (Blocks::ZERO, Blocks::ZERO);
@@ -197,6 +203,7 @@ impl Scheduler {
                     && p.table.len() >= computed.div_ceil(size)
                     && p.committed <= p.table.len()
                     && p.sent <= p.table.len()
+                    && (!p.guesses || in_flight == 1)
             });
             if !sound
                 || sequence.total() > sequence.limit

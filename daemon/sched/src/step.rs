@@ -52,17 +52,17 @@ pub enum WaitReason {
 
 /// A plan in the making.
 #[derive(Debug)]
-struct Step {
-    plan: StepPlan,
+pub(crate) struct Step {
+    pub plan: StepPlan,
     flight: Flight,
-    tokens_left: usize,
-    budget: Budget,
-    claims: Claims,
+    pub tokens_left: usize,
+    pub budget: Budget,
+    pub claims: Claims,
     /// Blocks that running sequences still need for tokens they have, by account and in all: nobody else starts on these.
     outstanding: Vec<u32>,
-    outstanding_total: u32,
+    pub outstanding_total: u32,
     /// Nothing more is lent beyond floors in this step: somebody older waits for it, or it was just taken.
-    lending_closed: bool,
+    pub lending_closed: bool,
     /// Seats kept for sequences whose blocks are on the way.
     kept_seats: usize,
 }
@@ -108,6 +108,7 @@ impl Scheduler {
             self.continue_running(&mut step, id);
         }
         self.start_waiting(&mut step);
+        self.add_drafts(&mut step);
         if step.plan.rows.is_empty() {
             debug_assert!(step.flight.copies.is_empty() && step.flight.begun.is_empty());
             return None;
@@ -417,7 +418,7 @@ impl Scheduler {
             changed_from = changed_from.min(index);
         }
         leases.for_each(|lease| progress.table.push(lease));
-        debug_assert_eq!(progress.table.len(), (start + n).div_ceil(size), "blocks for every position");
+        debug_assert!(progress.table.len() >= (start + n).div_ceil(size), "blocks for every position");
         let blocks: Vec<BlockId> = progress.table.blocks_from(changed_from);
         progress.sent = progress.table.len();
         progress.computed = Tokens((start + n) as u32);
@@ -430,7 +431,7 @@ impl Scheduler {
             self.fork_followers(step, id, &mut samples);
         }
         let table = TableUpdate { from: changed_from as u32, blocks };
-        step.plan.rows.push(Row { seq: id, start: Tokens(start as u32), inputs, table, samples });
+        step.plan.rows.push(Row { seq: id, start: Tokens(start as u32), inputs, table, samples, drafts: 0 });
     }
 
     /// At the end of a prompt the request's other choices begin: they draw from the same logits and share all blocks.

@@ -24,6 +24,8 @@ pub(crate) struct Tenant {
     pub running: u32,
     /// How many of its requests have not started.
     pub unstarted: u32,
+    /// Whether its sequences guess what they say next; `None` is as the engine says.
+    pub prompt_lookup: Option<bool>,
     pub counters: Counters,
 }
 
@@ -36,12 +38,14 @@ pub(crate) struct Counters {
     pub aborted: u64,
     pub prompt_tokens: u64,
     pub output_tokens: u64,
+    pub drafts: u64,
+    pub drafts_accepted: u64,
 }
 
 impl Tenant {
     pub fn new(account: AccountId, target: ShareSpec, root: BlockKey) -> Self {
         let (queue, counters) = (BTreeSet::new(), Counters::default());
-        Self { account, target, root, queue, running: 0, unstarted: 0, counters }
+        Self { account, target, root, queue, running: 0, unstarted: 0, prompt_lookup: None, counters }
     }
 
     /// The sequence that starts next.

@@ -160,10 +160,18 @@ pub struct Row {
     pub inputs: Vec<Input>,
     /// Change of the block table, made before the row computes.
     pub table: TableUpdate,
-    /// What to draw from the logits of the row's last position: nothing for a chunk that does not end the prompt, one sequence
-    /// as a rule, all choices of a request at the end of its prompt. Each names a sequence that was begun.
+    /// What to draw from the logits of the row's last position before its guesses: nothing for a chunk that does not end the
+    /// prompt, one sequence as a rule, all choices of a request at the end of its prompt. Each names a sequence that was begun.
     pub samples: Vec<u64>,
+    /// How many of the inputs, the last ones, are guesses of what `seq` draws; fewer than there are inputs. It draws behind the
+    /// input before the first guess, and behind each guess as long as the draw before it was that guess. Such a row's samples are
+    /// `seq` alone, its guesses are known tokens, and no later plan names its draws: what lies behind a wrong guess in KV is not
+    /// filled.
+    pub drafts: u32,
 }
+
+/// Most guesses in all rows of a plan.
+pub const MOST_DRAFTS: u32 = 64;
 
 /// An input token.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -290,7 +298,7 @@ impl From<StepCost> for pagedd_core::StepCost {
 pub struct Output {
     /// Which plan.
     pub plan: u64,
-    /// Drawn tokens, in the order of rows and their samples.
+    /// Drawn tokens, in the order of rows and their samples; of a row with guesses one more than were right, in order.
     pub sampled: Vec<Sampled>,
     /// Sequences whose row could not be computed, and why; the others are complete.
     pub failed: Vec<(u64, String)>,

@@ -157,5 +157,6 @@ fn row(seq: u64, start: u32, count: u32, vocab: u32) -> Row {
         inputs: (start..start + count).map(|position| Input::Known(token(position))).collect(),
         table: TableUpdate { from, blocks },
         samples: vec![seq],
+        drafts: 0,
     }
 }

@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use pagedd_core::BlockId;
-use pagedd_wire::worker::{BlockCopy, Input, Plan, Row, SequenceState};
+use pagedd_wire::worker::{BlockCopy, Input, MOST_DRAFTS, Plan, Row, SequenceState};
 
 use crate::sequence::{Draw, Sequence, Sequences};
 
@@ -127,6 +127,24 @@ pub enum PlanError {
         /// The sequence named.
         of: u64,
     },
+    /// More guesses than agreed.
+    #[error("{drafts} guesses, at most {most} were agreed")]
+    Drafts {
+        /// Of the plan.
+        drafts: usize,
+        /// [`MOST_DRAFTS`].
+        most: usize,
+    },
+    /// Guesses that are not what a row may guess.
+    #[error("row of sequence {seq}: {drafts} of its {inputs} inputs cannot be guesses")]
+    NoGuess {
+        /// Whose.
+        seq: u64,
+        /// As many as the row says.
+        drafts: u32,
+        /// Inputs of the row.
+        inputs: usize,
+    },
     /// Parameters that no edge lets through.
     #[error("sampling parameters of sequence {seq} out of range")]
     Sampling {
@@ -161,14 +179,16 @@ pub struct BatchRow {
     pub start: u32,
     /// Its part of [`Batch::tokens`].
     pub tokens: Range<usize>,
-    /// Who draws from the logits of its last position.
+    /// Who draws from the logits of its last position before the guesses.
     pub samples: Vec<u64>,
+    /// How many of the tokens, the last ones, are guesses.
+    pub drafts: usize,
 }
 
 impl BatchRow {
-    /// One past its last position: where a token drawn from it will stand.
-    pub fn end(&self) -> u32 {
-        self.start + self.tokens.len() as u32
+    /// One past its last position before the guesses: where the first token drawn from it will stand.
+    pub fn certain(&self) -> u32 {
+        self.start + (self.tokens.len() - self.drafts) as u32
     }
 }
 
@@ -201,6 +221,10 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
     if inputs > limits.max_num_batched_tokens {
         return Err(PlanError::Inputs { tokens: inputs, most: limits.max_num_batched_tokens });
     }
+    let drafts: usize = plan.rows.iter().map(|row| row.drafts as usize).sum();
+    if drafts > MOST_DRAFTS as usize {
+        return Err(PlanError::Drafts { drafts, most: MOST_DRAFTS as usize });
+    }
     let mut begun = HashSet::new();
     for begin in &plan.begin {
         once(&mut begun, begin.seq, "begin")?;
@@ -223,6 +247,7 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
             None => return Err(PlanError::UnknownSequence { seq: row.seq }),
         };
         check_positions(row, base, limits, &mut written)?;
+        check_drafts(row)?;
         for &seq in &row.samples {
             if !begun.contains(&seq) && sequences.get(seq).is_none() {
                 return Err(PlanError::UnknownSequence { seq });
@@ -314,6 +339,16 @@ fn check_positions(
     Ok(())
 }
 
+fn check_drafts(row: &Row) -> Result<(), PlanError> {
+    let Row { seq, drafts, ref inputs, ref samples, .. } = *row;
+    let certain = inputs.len().checked_sub(drafts as usize).filter(|certain| *certain > 0);
+    let known = |certain: usize| inputs[certain..].iter().all(|input| matches!(input, Input::Known(_)));
+    if drafts == 0 || (*samples == [seq] && certain.is_some_and(known)) {
+        return Ok(());
+    }
+    Err(PlanError::NoGuess { seq, drafts, inputs: inputs.len() })
+}
+
 fn check_overlap(mut written: Vec<(u32, u32, u32)>) -> Result<(), PlanError> {
     written.sort_unstable();
     for pair in written.windows(2) {
@@ -363,6 +398,7 @@ fn lay_out(
             start: row.start,
             tokens: first..batch.tokens.len(),
             samples: row.samples.clone(),
+            drafts: row.drafts as usize,
         });
     } else {
         batch.tokens.truncate(first);

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use pagedd_core::{BlockId, StepCost};
 use pagedd_kernels::{Isa, KvElement, KvError, KvLayout, KvRow, SlotMapping, copy_block};
 use pagedd_model::ModelSource;
-use pagedd_wire::worker::{Device, Dtype, Hello, KvDtype, ModelInfo, Output, Plan, Sampled, SequenceState};
+use pagedd_wire::worker::{
+    Device, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Output, Plan, Sampled, SequenceState,
+};
 
 use crate::arena::{self, Arena, Header, Kind};
 use crate::batch::{self, Batch, Limits, PlanError};
@@ -139,11 +141,11 @@ impl ModelRunner {
             capacity: blocks,
             vocab_size: info.vocab_size,
         };
-        // A batch has at least a token per row.
+        // A batch has at least a token per row, and one per guess.
         let tokens = limits.max_num_batched_tokens;
-        let rows = limits.max_num_seqs.min(tokens);
+        let draws = (limits.max_num_seqs + MOST_DRAFTS as usize).min(tokens);
         let decoder =
-            Decoder::new(config, places, weights, isa, threads, tokens, rows).map_err(LoadError::Threads)?;
+            Decoder::new(config, places, weights, isa, threads, tokens, draws).map_err(LoadError::Threads)?;
         let mut runner = Self { decoder, kv, layout, sequences: Sequences::default(), limits, info };
         if hello.measure {
             runner.measure()?;
@@ -220,7 +222,7 @@ impl ModelRunner {
             let (from, to) = (BlockId(copy.from), BlockId(copy.to));
             copy_block(&self.layout, from, to, copy.tokens as usize, self.kv.data_mut())?;
         }
-        let requests = self.compute(&batch)?;
+        let pending = self.compute(&batch)?;
         let mut output = Output { plan: plan.id, ..Output::default() };
         for row in &batch.failed {
             let who = if row.samples.is_empty() { std::slice::from_ref(&row.seq) } else { &row.samples };
@@ -229,19 +231,13 @@ impl ModelRunner {
                 output.failed.push((seq, "an input token of it could not be computed".to_owned()));
             }
         }
-        for (request, drawn) in requests.iter().zip(self.draw(&requests)) {
-            let draw = match drawn {
-                Ok(sampled) => {
-                    let draw = Draw::Token(sampled.token);
-                    output.sampled.push(sampled);
-                    draw
-                }
-                Err(error) => {
-                    output.failed.push((request.of.seq, error));
-                    Draw::Failed
-                }
-            };
-            self.sequences.record(plan.id, request.of.seq, draw);
+        let mut drawn = self.draw(&pending).into_iter();
+        for row in &batch.rows {
+            let guesses = &batch.tokens[row.tokens.end - row.drafts..row.tokens.end];
+            for &seq in &row.samples {
+                let drawn: Vec<_> = drawn.by_ref().take(1 + row.drafts).collect();
+                self.take(plan.id, seq, guesses, drawn, &mut output);
+            }
         }
         for &seq in &plan.end {
             self.sequences.end(plan.id, seq);
@@ -250,7 +246,41 @@ impl ModelRunner {
         Ok(output)
     }
 
-    /// Runs the rows; gives what is to be drawn, in the order of rows and their samples.
+    /// Takes a sequence's draws in order, up to the first that is no guess, which stands where no guess was right.
+    fn take(
+        &mut self,
+        plan: u64,
+        seq: u64,
+        guesses: &[u32],
+        drawn: Vec<Result<Sampled, String>>,
+        output: &mut Output,
+    ) {
+        let certain = guesses.is_empty();
+        let mut guesses = guesses.iter();
+        for (number, drawn) in drawn.into_iter().enumerate() {
+            let draw = match drawn {
+                Ok(sampled) => {
+                    let token = sampled.token;
+                    output.sampled.push(sampled);
+                    Draw::Token(token)
+                }
+                // The next plan computes this position again, and fails where a row without guesses would.
+                Err(_) if number > 0 => return,
+                Err(error) => {
+                    output.failed.push((seq, error));
+                    Draw::Failed
+                }
+            };
+            if certain {
+                self.sequences.record(plan, seq, draw);
+            }
+            if guesses.next().copied().map(Draw::Token) != Some(draw) {
+                return;
+            }
+        }
+    }
+
+    /// Runs the rows; gives what is to be drawn, in the order of rows, their samples and their guesses.
     fn compute(&mut self, batch: &Batch) -> Result<Vec<Pending>, RunError> {
         if batch.rows.is_empty() {
             return Ok(Vec::new());
@@ -271,11 +301,16 @@ impl ModelRunner {
             for &seq in &row.samples {
                 if let Some(sequence) = self.sequences.get(seq) {
                     let (choice, params) = (sequence.choice, sequence.sampling);
-                    let of = Request { seq, choice, position: row.end(), params };
-                    pending.push(Pending { of, logits: wanted.len() });
+                    pending.extend((0..=row.drafts).map(|guess| {
+                        let position = row.certain() + guess as u32;
+                        Pending {
+                            of: Request { seq, choice, position, params },
+                            logits: wanted.len() + guess,
+                        }
+                    }));
                 }
             }
-            wanted.push(row.tokens.end - 1);
+            wanted.extend(row.tokens.end - 1 - row.drafts..row.tokens.end);
         }
         self.decoder.forward(&batch.tokens, &batch.positions, &mapping, &wanted, self.kv.data_mut())?;
         Ok(pending)

@@ -174,7 +174,7 @@ pub struct SlotMapping {
     layout: KvLayout,
     capacity: u32,
     tokens: usize,
-    rows: Vec<MappedRow>,
+    pub(crate) rows: Vec<MappedRow>,
     table: Vec<u32>,
     segments: Segments,
 }

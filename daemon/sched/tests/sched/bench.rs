@@ -6,7 +6,7 @@ use pagedd_core::{
     Blocks, FinishReason, RequestId, SamplingParams, SequenceId, StepCost, TenantId, TokenId, Tokens,
 };
 use pagedd_sched::{
-    AdmitError, Applied, Finished, NewRequest, PolicyKind, Row, Scheduler, SchedulerConfig, ShareSpec,
+    AdmitError, Applied, Finished, Input, NewRequest, PolicyKind, Row, Scheduler, SchedulerConfig, ShareSpec,
     StepOutput, StepPlan,
 };
 
@@ -24,6 +24,8 @@ pub fn config(capacity: u32, block_size: u32) -> SchedulerConfig {
         cache_key: [7; 32],
         weight_digest: [9; 16],
         prefix_cache: true,
+        prompt_lookup: false,
+        max_drafts: 16,
         cost: StepCost::UNKNOWN,
         itl_target_us: None,
     }
@@ -149,6 +151,13 @@ impl Bench {
         seqs.sort_unstable();
         seqs.dedup();
         assert_eq!(seqs.len(), plan.rows.len(), "one row per sequence");
+        let drafts: u32 = plan.rows.iter().map(|row| row.drafts).sum();
+        assert!(drafts <= config.max_drafts, "{drafts} guesses");
+        for row in plan.rows.iter().filter(|row| row.drafts > 0) {
+            assert_eq!(row.samples, [row.seq], "a row with guesses draws for its own sequence only");
+            assert!(row.inputs.iter().all(|input| matches!(input, Input::Known(_))), "{row:?}");
+            assert!((row.drafts as usize) < row.inputs.len(), "{row:?}");
+        }
         self.check_time(plan);
     }
 

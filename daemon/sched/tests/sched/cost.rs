@@ -15,11 +15,19 @@ fn output(plan: &StepPlan) -> StepOutput {
 }
 
 #[test]
-#[allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement around the scheduler")]
 fn a_step_with_256_running_sequences_prints_its_cost() {
+    // With guesses, every sequence finds one in every step.
+    for prompt_lookup in [false, true] {
+        measure(prompt_lookup);
+    }
+}
+
+#[allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement around the scheduler")]
+fn measure(prompt_lookup: bool) {
     use std::time::Instant;
     let mut config = config(20_000, 16);
     config.max_num_seqs = 256;
+    config.prompt_lookup = prompt_lookup;
     config.max_num_batched_tokens = Tokens(8192);
     config.max_model_len = Tokens(4096);
     config.max_queued_requests = 10_000;
@@ -48,7 +56,7 @@ fn a_step_with_256_running_sequences_prints_its_cost() {
     schedule.sort();
     apply.sort();
     println!(
-        "256 rows, 2000 requests of 8 tenants: schedule median {:?}, 99 of 100 under {:?}; apply median {:?}, 99 of 100 under {:?}",
+        "256 rows, 2000 requests of 8 tenants, prompt lookup {prompt_lookup}: schedule median {:?}, 99 of 100 under {:?}; apply median {:?}, 99 of 100 under {:?}",
         schedule[250], schedule[495], apply[250], apply[495]
     );
     scheduler.check().unwrap();

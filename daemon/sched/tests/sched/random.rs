@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use pagedd_core::{FinishReason, TenantId, TokenId, Tokens};
+use pagedd_core::{FinishReason, StepCost, TenantId, TokenId, Tokens};
 use pagedd_sched::{AdmitError, Stats};
 use proptest::prelude::*;
 
@@ -24,12 +24,20 @@ impl Dice {
 
 /// Counters only rise.
 fn monotonic(before: &Stats, after: &Stats) {
-    let counters = |stats: &Stats| -> BTreeMap<TenantId, [u64; 5]> {
+    let counters = |stats: &Stats| -> BTreeMap<TenantId, [u64; 7]> {
         let of = stats.tenants.iter();
         of.map(|t| {
             (
                 t.tenant,
-                [t.preemptions, t.prefix_query_tokens, t.prefix_hit_tokens, t.aborted, t.output_tokens],
+                [
+                    t.preemptions,
+                    t.prefix_query_tokens,
+                    t.prefix_hit_tokens,
+                    t.aborted,
+                    t.output_tokens,
+                    t.draft_tokens,
+                    t.draft_tokens_accepted,
+                ],
             )
         })
         .collect()
@@ -61,12 +69,18 @@ impl World {
         config.max_model_len = Tokens(8 + dice.below(100) as u32);
         config.max_queued_requests = 1 + dice.below(8) as u32;
         config.prefix_cache = !dice.one_in(4);
-        if dice.one_in(2) {
+        config.prompt_lookup = !dice.one_in(4);
+        config.max_drafts = dice.below(20) as u32;
+        if dice.one_in(3) {
+            // Tokens cost nothing: whatever can be guessed is tried.
+            config.cost = StepCost { body_us: [1.0; StepCost::SIZES.len()], ..StepCost::UNKNOWN };
+        } else if dice.one_in(2) {
             let mut cost = || dice.below(20) as f32;
             config.cost = straight(cost(), 1.0 + cost(), cost(), cost() / 8.0);
             config.itl_target_us = Some(dice.below(600));
         }
-        let depth = 1 + dice.below(3) as usize;
+        // Only a plain loop has a sequence's last token to guess from.
+        let depth = [1, 1, 1, 2, 3][dice.below(5) as usize];
         let tenants = 1 + dice.below(4);
         let mut world =
             Self { bench: Bench::new(config, depth), dice, next: 1, tenants, remove_tenants: false };
@@ -134,6 +148,11 @@ impl World {
             12 => self.bench.replay(false),
             13 => self.revert(),
             14 if self.dice.one_in(4) => self.break_one(),
+            16 => {
+                let tenant = self.dice.below(self.tenants) as u32;
+                let on = [None, Some(true), Some(false)][self.dice.below(3) as usize];
+                self.bench.scheduler.set_prompt_lookup(TenantId(tenant), on);
+            }
             15 if self.remove_tenants && self.dice.one_in(4) => {
                 let tenant = self.dice.below(self.tenants) as u32;
                 let finished = self.bench.scheduler.remove_tenant(TenantId(tenant));
@@ -219,17 +238,28 @@ fn bug_16_a_long_run_of_random_steps_never_stalls() {
     let steps: u64 =
         std::env::var("PAGEDD_RANDOM_STEPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
     let (mut done, mut preemptions, mut ended, mut seed) = (0, 0, 0, 1);
+    let (mut tried, mut right) = (0_u64, 0_u64);
     while done < steps {
         let part = 1000.min(steps - done);
         let world = run(seed, part, false);
-        preemptions += world.bench.scheduler.stats().tenants.iter().map(|t| t.preemptions).sum::<u64>();
+        for tenant in world.bench.scheduler.stats().tenants {
+            preemptions += tenant.preemptions;
+            tried += tenant.draft_tokens;
+            right += tenant.draft_tokens_accepted;
+        }
         ended += world.bench.finished.len();
         done += part;
         seed += 1;
     }
-    println!("{done} random steps in {seed} worlds: {ended} choices ended, {preemptions} preemptions");
+    println!(
+        "{done} random steps in {seed} worlds: {ended} choices ended, {preemptions} preemptions, {right} of {tried} guesses right"
+    );
     assert!(
         preemptions > done / 1000,
         "only {preemptions} preemptions: the pools were too large to prove anything"
+    );
+    assert!(
+        right > done / 100 && tried > right + right / 10,
+        "{right} of {tried} guesses right: nothing proved"
     );
 }

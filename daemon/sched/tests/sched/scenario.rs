@@ -1,7 +1,7 @@
 //! Scenarios as text: `scenarios/*.txt`, commands above `----` and what they must give below.
 //!
 //! ```text
-//! config   block 16  tokens 64  seqs 8  len 256  depth 1      (each with this default)
+//! config   block 16  tokens 64  seqs 8  len 256  depth 1  lookup 0      (each with this default; lookup 1: guesses)
 //! cost     step 100  token 10  row 5  pair 0  target 400      (microseconds; without this line nothing is known)
 //! tenants  a: floor 4 ceiling 8   b: floor 0 ceiling 8   pool 10
 //! submit   a1 prompt 64  max 8  n 1  like a0                  (max 1, n 1; `like`: the same tokens as far as they go)
@@ -84,6 +84,7 @@ impl Player {
                 self.config.max_num_seqs = value(words, "seqs", 8);
                 self.config.max_model_len = Tokens(value(words, "len", 256));
                 self.config.max_queued_requests = value(words, "queue", 100);
+                self.config.prompt_lookup = value(words, "lookup", 0) == 1;
                 self.depth = value(words, "depth", 1) as usize;
             }
             "cost" => {
@@ -215,7 +216,9 @@ impl Player {
             let end = row.start.0 as usize + row.inputs.len();
             let name = &self.names[&row.seq];
             let soft = row.inputs.iter().any(|input| matches!(input, Input::Sampled { .. }));
-            let what = if row.inputs.len() > 1 || row.samples.is_empty() {
+            let what = if row.drafts > 0 {
+                format!("decode {} guess [{},{end})", row.start, row.certain())
+            } else if row.inputs.len() > 1 || row.samples.is_empty() {
                 format!("prefill [{},{end})", row.start)
             } else {
                 format!("decode {}{}", row.start, if soft { "?" } else { "" })
@@ -250,6 +253,9 @@ impl Player {
             write!(line, "   {}: held {} cached {}", name_of(t.tenant), t.held, t.cached).unwrap();
             write!(line, " running {} waiting {} preempted {}{pending}", t.running, t.waiting, t.preemptions)
                 .unwrap();
+            if t.draft_tokens > 0 {
+                write!(line, " guessed {} right {}", t.draft_tokens, t.draft_tokens_accepted).unwrap();
+            }
         }
         writeln!(self.out, "{line}").unwrap();
     }

@@ -1,8 +1,9 @@
 //! A worker whose arithmetic shows every mistake of a plan.
 //!
 //! The slot of position `p` holds a hash of the tokens `[0, p]`, computed from the slot of `p - 1` as it lies in the arena. A
-//! drawn token is a hash of all slots `[0, p]`. So a sequence's output is a function of its prompt, choice and seed, and
-//! differs from [`reference`] as soon as one position was read from a wrong, stale or overwritten block.
+//! drawn token is one of a few that come round, and where a hash of all slots `[0, p]` says so, that hash. So a sequence's
+//! output is a function of its prompt, choice and seed, soon differs from [`reference`] where one position was read from a
+//! wrong, stale or overwritten block, and can often be guessed from what it was before.
 
 use std::collections::BTreeMap;
 
@@ -18,8 +19,11 @@ pub fn mix(a: u64, b: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-fn draw(digest: u64, choice: u32, sampling: &SamplingParams) -> TokenId {
-    TokenId((mix(mix(digest, u64::from(choice)), sampling.seed) % VOCABULARY) as u32)
+/// What stands at `position`, behind slots of this digest.
+fn draw(digest: u64, position: usize, choice: u32, sampling: &SamplingParams) -> TokenId {
+    let hash = mix(mix(digest, u64::from(choice)), sampling.seed);
+    let comes_round = !(hash / VOCABULARY).is_multiple_of(4);
+    TokenId(if comes_round { position as u32 % 5 } else { (hash % VOCABULARY) as u32 })
 }
 
 /// What a choice of a request gives when it is alone.
@@ -32,7 +36,7 @@ pub fn reference(request: &NewRequest, choice: u32, max_model_len: u32) -> (Vec<
     let most = request.max_tokens.0.min(max_model_len - request.prompt.len() as u32) as usize;
     let mut output = Vec::new();
     loop {
-        let token = draw(digest, choice, &request.sampling);
+        let token = draw(digest, request.prompt.len() + output.len(), choice, &request.sampling);
         output.push(token);
         if request.stop_ids.contains(&token) {
             return (output, FinishReason::Stop);
@@ -121,13 +125,21 @@ impl Worker {
                 let slot = self.slot(&table, position);
                 self.arena[slot] = mix(before, u64::from(token.0) + 1);
             }
-            let end = start + row.inputs.len();
-            let digest = (0..end).fold(0, |digest, p| mix(digest, self.arena[self.slot(&table, p)]));
+            let certain = row.certain().0 as usize;
             for seq in &row.samples {
                 let known = &self.sequences[seq];
-                let token = draw(digest, known.choice, &known.sampling);
-                self.drawn.insert((plan.id, *seq), token);
-                sampled.push(Sampled { seq: *seq, token, logprob: None, top: Vec::new() });
+                for end in certain..=certain + row.drafts as usize {
+                    let digest = (0..end).fold(0, |digest, p| mix(digest, self.arena[self.slot(&table, p)]));
+                    let token = draw(digest, end, known.choice, &known.sampling);
+                    sampled.push(Sampled { seq: *seq, token, logprob: None, top: Vec::new() });
+                    if row.inputs.get(end - start) != Some(&Input::Known(token)) {
+                        break;
+                    }
+                }
+                if row.drafts == 0 {
+                    let drawn = sampled.last().map(|sampled: &Sampled| sampled.token).unwrap();
+                    self.drawn.insert((plan.id, *seq), drawn);
+                }
             }
         }
         for seq in &plan.end {

@@ -19,7 +19,7 @@ fn begin(seq: u64) -> Begin {
 
 fn row(seq: u64, start: u32, inputs: usize, from: u32, blocks: &[u32]) -> Row {
     let table = TableUpdate { from, blocks: blocks.to_vec() };
-    Row { seq, start, inputs: vec![Input::Known(1); inputs], table, samples: vec![] }
+    Row { seq, start, inputs: vec![Input::Known(1); inputs], table, samples: vec![], drafts: 0 }
 }
 
 /// Sequence 1 with blocks 4 and 5.
@@ -38,6 +38,18 @@ fn rows(rows: Vec<Row>) -> Plan {
     Plan { id: 2, begin: vec![begin(2), begin(3)], rows, ..Plan::default() }
 }
 
+/// A row of sequence 1 that guesses.
+fn guess(inputs: usize, drafts: u32, samples: &[u64]) -> Row {
+    Row { drafts, samples: samples.to_vec(), ..row(1, 20, inputs, 2, &[]) }
+}
+
+#[test]
+fn a_token_is_drawn_before_the_guesses_and_behind_each() {
+    let batch = check(&rows(vec![guess(3, 2, &[1])]), &known(), &LIMITS).unwrap();
+    assert_eq!(batch.positions, [20, 21, 22]);
+    assert_eq!((batch.rows[0].certain(), batch.rows[0].drafts), (21, 2));
+}
+
 #[test]
 fn a_mixed_plan_becomes_flat_tokens_and_positions() {
     let mut sampled = row(2, 0, 18, 0, &[6, 7]);
@@ -47,16 +59,24 @@ fn a_mixed_plan_becomes_flat_tokens_and_positions() {
     assert_eq!(batch.tokens, [1; 19]);
     assert_eq!(batch.positions, [vec![31], (0..18).collect()].concat());
     assert_eq!(batch.rows[1].tokens, 1..19);
-    assert_eq!(batch.rows[1].end(), 18);
+    assert_eq!(batch.rows[1].certain(), 18);
     assert_eq!(batch.rows[1].samples, [2, 3]);
 }
 
 #[test]
 fn every_way_to_be_wrong_is_named() {
+    let mut soft = guess(3, 2, &[1]);
+    soft.inputs[2] = Input::Sampled { plan: 1, seq: 1 };
     let cases = [
         (rows(vec![row(1, 0, 1, 2, &[]); 4]), "4 rows, at most 3 were agreed"),
         (rows(vec![row(2, 0, 41, 0, &[0, 1, 2])]), "41 input tokens, at most 40 were agreed"),
         (rows(vec![row(9, 0, 1, 0, &[0])]), "sequence 9 was never begun"),
+        (rows(vec![guess(1, 1, &[1])]), "row of sequence 1: 1 of its 1 inputs cannot be guesses"),
+        (rows(vec![guess(3, 4, &[1])]), "row of sequence 1: 4 of its 3 inputs cannot be guesses"),
+        (rows(vec![guess(3, 2, &[1, 2])]), "row of sequence 1: 2 of its 3 inputs cannot be guesses"),
+        (rows(vec![guess(3, 2, &[2])]), "row of sequence 1: 2 of its 3 inputs cannot be guesses"),
+        (rows(vec![soft]), "row of sequence 1: 2 of its 3 inputs cannot be guesses"),
+        (rows(vec![guess(3, 65, &[1])]), "65 guesses, at most 64 were agreed"),
         (rows(vec![row(1, 0, 1, 2, &[]), row(1, 1, 1, 2, &[])]), "sequence 1 has more than one row"),
         (rows(vec![row(2, 0, 1, 0, &[8])]), "block 8 of 8"),
         (rows(vec![row(2, 0, 1, 1, &[3])]), "table of sequence 2 has 0 blocks, the update begins at 1"),
@@ -159,7 +179,7 @@ proptest! {
             apply(&plan, &mut all);
             let mut slots = HashSet::new();
             for row in &batch.rows {
-                for position in row.start..row.end() {
+                for position in (row.start..).take(row.tokens.len()) {
                     let block = table(&all, row)[(position / 16) as usize].0;
                     prop_assert!(block < 8);
                     prop_assert!(slots.insert((block, position % 16)));

@@ -9,4 +9,5 @@ mod models;
 mod protocol;
 mod reference;
 mod replay;
+mod speculation;
 mod types;

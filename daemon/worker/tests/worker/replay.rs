@@ -1,9 +1,13 @@
 //! Plans run again, and workers that take over from others.
 
+use std::collections::BTreeMap;
+use std::path::Path;
+
 use pagedd_core::{SamplingParams, StepCost, TensorType};
 use pagedd_model::testing::{Random, TinyModel};
 use pagedd_wire::worker::{
-    Arena, Begin, BlockCopy, Dtype, Hello, Input, KvMemory, Output, Plan, Row, SequenceState, TableUpdate,
+    Arena, Begin, BlockCopy, Dtype, Hello, Input, KvMemory, Output, Plan, Row, Sampled, SequenceState,
+    TableUpdate,
 };
 use pagedd_worker::runner::RunError;
 use pagedd_worker::{Fds, ModelRunner};
@@ -20,12 +24,34 @@ struct Step {
     output: Output,
 }
 
-/// A busy history with forks, draws, chunks, preemptions and ends, run once.
-fn history(runner: &mut ModelRunner, seed: u64) -> Vec<Step> {
+/// A busy history with forks, draws, guesses, chunks, preemptions and ends, run once.
+///
+/// What is guessed is what a runner of the same model draws in a history without guesses.
+fn history(runner: &mut ModelRunner, path: &Path, seed: u64) -> Vec<Step> {
+    let (_, drawn) = history_with(&mut load(&small(path)), seed, BTreeMap::new());
+    let futures = drawn.iter().map(|(seq, drawn)| (*seq, drawn.iter().map(|s| s.token).collect())).collect();
+    let (steps, with_guesses) = history_with(runner, seed, futures);
+    assert_eq!(drawn, with_guesses, "guesses changed what was drawn");
+    let rows = || steps.iter().flat_map(|step| step.plan.rows.iter().map(move |row| (row, &step.output)));
+    let tried: usize = rows().map(|(row, _)| row.drafts as usize).sum();
+    let draws = |(row, output): (&Row, &Output)| {
+        (row.drafts > 0).then(|| output.sampled.iter().filter(|s| s.seq == row.seq).count() - 1)
+    };
+    let right: usize = rows().filter_map(draws).sum();
+    assert!(right > 10 && tried > right + 10, "{right} of {tried} guesses right");
+    steps
+}
+
+fn history_with(
+    runner: &mut ModelRunner,
+    seed: u64,
+    futures: BTreeMap<u64, Vec<u32>>,
+) -> (Vec<Step>, BTreeMap<u64, Vec<Sampled>>) {
     let mut random = Random::new(seed);
     let mut below = move |n: u64| random.next_u64() % n;
     let mut driver = Driver::new(runner);
     (driver.chunk, driver.budget, driver.overlap) = (20, 64, true);
+    driver.futures = futures;
     let vocab = runner.info().vocab_size;
     let mut steps = Vec::new();
     let mut next = 1;
@@ -61,7 +87,7 @@ fn history(runner: &mut ModelRunner, seed: u64) -> Vec<Step> {
     assert!(steps.iter().any(|step| !step.plan.copies.is_empty()), "no copy in the history");
     let overlapped = |step: &Step| step.plan != step.known;
     assert!(steps.iter().any(overlapped), "no overlap in the history");
-    steps
+    (steps, driver.drawn)
 }
 
 fn without_time(output: &Output) -> Output {
@@ -75,7 +101,7 @@ fn assert_equal_arenas(a: &ModelRunner, b: &ModelRunner, what: &str) {
     }
 }
 
-fn small(path: &std::path::Path) -> Hello {
+fn small(path: &Path) -> Hello {
     Hello { kv_memory: KvMemory::Tokens(8192), ..hello(path, Dtype::Auto) }
 }
 
@@ -84,7 +110,7 @@ fn every_plan_run_twice_leaves_equal_arenas_and_outputs() {
     let (_dir, path) = tiny(&TinyModel::of_type(TensorType::Q4_1));
     for seed in 1..=4 {
         let (mut once, mut twice) = (load(&small(&path)), load(&small(&path)));
-        for step in history(&mut once, seed) {
+        for step in history(&mut once, &path, seed) {
             for _ in 0..2 {
                 let output = twice.run(&step.plan).unwrap();
                 assert_eq!(without_time(&output), without_time(&step.output));
@@ -99,7 +125,7 @@ fn plans_n_and_n_plus_1_run_again_after_a_resync_leave_equal_arenas_and_outputs(
     let (_dir, path) = tiny(&TinyModel::of_type(TensorType::Q8_0));
     for seed in 1..=4 {
         let (mut once, mut again) = (load(&small(&path)), load(&small(&path)));
-        let steps = history(&mut once, seed);
+        let steps = history(&mut once, &path, seed);
         for pair in steps.windows(2) {
             let [first, second] = pair else { unreachable!() };
             // N, N+1, and after the resync N, N+1.
@@ -143,7 +169,7 @@ fn measuring_steps_leaves_a_kv_arena_that_was_taken_over_as_it_was() {
 fn a_runner_that_takes_over_both_arenas_goes_on_as_if_nothing_had_happened() {
     let (_dir, path) = tiny(&TinyModel::of_type(TensorType::Q4_K));
     let mut whole = load(&small(&path));
-    let steps = history(&mut whole, 9);
+    let steps = history(&mut whole, &path, 9);
     for cut in [1, steps.len() / 2, steps.len() - 1] {
         let mut first = load(&small(&path));
         assert!(!first.info().weights_reused && !first.info().kv_reused);
@@ -203,6 +229,7 @@ fn a_bad_plan_writes_nothing_and_changes_nothing() {
         inputs: vec![Input::Known(5); 3],
         table: TableUpdate { from: 0, blocks: vec![block] },
         samples: vec![1],
+        drafts: 0,
     };
     let copies = vec![BlockCopy { from: 0, to: 3, tokens: 16 }];
     let begin = vec![Begin { seq: 7, choice: 0, sampling: SamplingParams::GREEDY.into() }];
@@ -230,6 +257,7 @@ fn a_row_whose_numbers_break_fails_alone_and_so_does_what_builds_on_its_draw() {
         inputs: tokens.iter().copied().map(Input::Known).collect(),
         table: TableUpdate { from: 0, blocks: vec![block] },
         samples: vec![seq],
+        drafts: 0,
     };
     let begin = |seq| Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into() };
     let alone = Plan { id: 1, begin: vec![begin(1)], rows: vec![row(1, &[1, 2, 3], 0)], ..Plan::default() };
@@ -254,6 +282,7 @@ fn a_row_whose_numbers_break_fails_alone_and_so_does_what_builds_on_its_draw() {
         inputs: vec![Input::Sampled { plan: 2, seq }],
         table: TableUpdate { from: 1, blocks: vec![] },
         samples: vec![seq],
+        drafts: 0,
     };
     let output = runner.run(&Plan { id: 3, rows: vec![next(2), next(1)], ..Plan::default() }).unwrap();
     assert_eq!(output.sampled.iter().map(|s| s.seq).collect::<Vec<_>>(), [1]);
