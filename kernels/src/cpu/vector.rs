@@ -3,7 +3,7 @@
 
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, __m512, __m512i, _mm_loadu_si128, _mm256_loadu_ps, _mm256_loadu_si256,
-    _mm256_storeu_ps, _mm512_loadu_si512, _mm512_storeu_ps,
+    _mm256_storeu_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_storeu_ps, _mm512_storeu_si512,
 };
 
 #[inline]
@@ -46,4 +46,25 @@ pub(crate) fn store_f32x8(vector: __m256, values: &mut [f32; 8]) {
 pub(crate) fn store_f32x16(vector: __m512, values: &mut [f32; 16]) {
     // SAFETY: the reference proves 16 writable values; the store needs no more alignment than they have.
     unsafe { _mm512_storeu_ps(values.as_mut_ptr(), vector) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn load_f32x16(values: &[f32; 16]) -> __m512 {
+    // SAFETY: the reference proves 16 readable values; the load needs no more alignment than they have.
+    unsafe { _mm512_loadu_ps(values.as_ptr()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn load_i32x16(values: &[i32; 16]) -> __m512i {
+    // SAFETY: the reference proves 16 readable values; the load needs no more alignment than they have.
+    unsafe { _mm512_loadu_si512(values.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn store_i512(vector: __m512i, bytes: &mut [u8; 64]) {
+    // SAFETY: the reference proves 64 writable bytes; the store needs no alignment.
+    unsafe { _mm512_storeu_si512(bytes.as_mut_ptr().cast(), vector) }
 }
