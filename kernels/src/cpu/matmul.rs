@@ -199,18 +199,9 @@ impl Run<'_> {
     /// Sets the outputs of a panel and a row.
     fn keep(&mut self, panel: usize, row: usize, outputs: &[f32; PANEL]) {
         let out = self.outputs(panel, row);
-        if let Ok(out) = <&mut [f32; PANEL]>::try_from(&mut *out) {
-            *out = *outputs;
-        } else {
-            out.copy_from_slice(&outputs[..out.len()]);
+        match <&mut [f32; PANEL]>::try_from(&mut *out) {
+            Ok(out) => *out = *outputs,
+            Err(_) => out.copy_from_slice(&outputs[..out.len()]),
         }
-    }
-
-    /// What was kept.
-    fn kept(&mut self, panel: usize, row: usize) -> [f32; PANEL] {
-        let mut outputs = [0.0; PANEL];
-        let out = self.outputs(panel, row);
-        outputs[..out.len()].copy_from_slice(out);
-        outputs
     }
 }

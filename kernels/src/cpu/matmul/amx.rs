@@ -9,13 +9,14 @@ use std::arch::x86_64::{
     _mm512_fmadd_ps, _mm512_mul_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
     _mm512_setzero_si512, _mm512_srli_epi16, _mm512_xor_si512,
 };
-
 use std::marker::PhantomData;
 
 use super::Run;
 use crate::cpu::activations::{Activations, Block};
 use crate::cpu::packed::{GROUP, PANEL, PackedType};
-use crate::cpu::vector::{load_f32x16, load_i32x16, load_i256, load_i512, store_f32x16, store_i512};
+use crate::cpu::vector::{
+    load_f32s, load_f32x16, load_i32x16, load_i256, load_i512, store_f32s, store_f32x16, store_i512,
+};
 
 /// Activation rows of a tile: all that a tile register has.
 const TILE: usize = 16;
@@ -94,14 +95,14 @@ impl Shapes {
     /// For dot products of `columns` columns, `left` rows being left over.
     fn new(columns: usize, left: usize) -> Self {
         let mut shapes = Self { palette: 1, start: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
-        for (at, rows) in [(0, TILE), (3, left.max(1))] {
-            shapes.row_bytes[at] = 64;
-            shapes.rows[at] = rows as u8;
-            shapes.row_bytes[at + 1] = columns as u16;
-            shapes.rows[at + 1] = rows as u8;
-            shapes.row_bytes[at + 2] = 64;
-            shapes.rows[at + 2] = (columns / 4) as u8;
+        let mut set = |register: usize, rows, row_bytes| {
+            (shapes.rows[register], shapes.row_bytes[register]) = (rows as u8, row_bytes as u16);
+        };
+        for (rows, sums, x) in [(TILE, [0, 1], 2), (left.max(1), [4, 5], 6)] {
+            sums.into_iter().for_each(|register| set(register, rows, 64));
+            set(x, rows, columns);
         }
+        set(3, columns / 4, 64);
         shapes
     }
 }
@@ -129,6 +130,7 @@ pub(super) unsafe fn panels(run: &mut Run<'_>, x: &Activations) {
 /// This process may use AMX.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn panels_of<F: Format>(run: &mut Run<'_>, x: &Activations) {
+    let rows = Rows::new(x);
     let shapes = Shapes::new(GROUP / F::PARTS, x.rows() % TILE);
     // SAFETY: the process may use AMX by this function's contract; the shapes are 64 bytes in the layout that the instruction wants.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
@@ -140,11 +142,16 @@ unsafe fn panels_of<F: Format>(run: &mut Run<'_>, x: &Activations) {
             for (unit, packed) in units.iter_mut().zip(packed.chunks_exact(F::UNIT)) {
                 unpack::<F>(packed, unit);
             }
-            let mut tile = Tile { panel, units: &units[..count], first_unit: block * BLOCK, x, row: 0 };
-            while tile.row < x.rows() {
+            for row in (0..x.rows()).step_by(TILE) {
+                let tile = Tile {
+                    panel,
+                    units: &units[..count],
+                    goes_on: block > 0,
+                    rows: rows.from(row, block * BLOCK),
+                    row,
+                };
                 // SAFETY: the tile registers were set up above for the number of rows that are left.
-                unsafe { tile.compute_rows::<F>(run, (x.rows() - tile.row).min(TILE)) };
-                tile.row += TILE;
+                unsafe { tile.compute_rows::<F>(run, (x.rows() - row).min(TILE)) };
             }
         }
     }
@@ -191,13 +198,68 @@ fn unpack<F: Format>(packed: &[u8], unit: &mut Unit) {
     }
 }
 
+/// Where the codes and parameters of the activations' rows are.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    codes: usize,
+    /// Bytes from the codes of one row to those of the next.
+    code_stride: usize,
+    blocks: usize,
+    block_stride: usize,
+    of: PhantomData<&'a Activations>,
+}
+
+impl<'a> Rows<'a> {
+    /// Rows follow one another without gaps, which the kernel's addresses rely on.
+    fn new(x: &'a Activations) -> Self {
+        let groups = x.columns() / GROUP;
+        let rows = Self {
+            codes: x.codes(0).as_ptr().expose_provenance(),
+            code_stride: groups * size_of::<[i32; 8]>(),
+            blocks: x.blocks(0).as_ptr().expose_provenance(),
+            block_stride: groups * size_of::<Block>(),
+            of: PhantomData,
+        };
+        for row in 1..x.rows() {
+            let codes = x.codes(row).as_ptr().expose_provenance();
+            let blocks = x.blocks(row).as_ptr().expose_provenance();
+            assert_eq!(codes, rows.codes + row * rows.code_stride, "codes of row {row}");
+            assert_eq!(blocks, rows.blocks + row * rows.block_stride, "parameters of row {row}");
+        }
+        rows
+    }
+
+    /// From row `row` and unit `unit` on.
+    fn from(self, row: usize, unit: usize) -> Self {
+        Self {
+            codes: self.codes + row * self.code_stride + unit * size_of::<[i32; 8]>(),
+            blocks: self.blocks + row * self.block_stride + unit * size_of::<Block>(),
+            ..self
+        }
+    }
+
+    /// The parameters of row `row` and unit `unit`.
+    ///
+    /// # Safety
+    /// There are such a row and such a unit.
+    #[inline(always)]
+    unsafe fn block(self, row: usize, unit: usize) -> &'a Block {
+        // Four addresses reach sixteen rows: a processor adds up to three strides for nothing.
+        let fourth = self.blocks + unit * size_of::<Block>() + row / 4 * (4 * self.block_stride);
+        let address = fourth + row % 4 * self.block_stride;
+        // SAFETY: `new` exposed the slices of all rows and checked where they are; the activations are borrowed.
+        unsafe { &*std::ptr::with_exposed_provenance(address) }
+    }
+}
+
 /// Units of a panel that meet the activation rows from `row` on.
 struct Tile<'a> {
     panel: usize,
     units: &'a [Unit],
-    /// Units of the panel before these.
-    first_unit: usize,
-    x: &'a Activations,
+    /// Whether there were other units before these.
+    goes_on: bool,
+    /// From `row` and the first of the units on.
+    rows: Rows<'a>,
     row: usize,
 }
 
@@ -220,64 +282,70 @@ impl Tile<'_> {
         rows!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
     }
 
-    /// The codes of a row of the tile that meet the units.
-    fn codes(&self, row: usize) -> &[[i32; 8]] {
-        &self.x.codes(self.row + row)[self.first_unit..][..self.units.len()]
-    }
-
-    /// The parameters of a row of the tile.
-    fn blocks(&self, row: usize) -> &[Block] {
-        &self.x.blocks(self.row + row)[self.first_unit..][..self.units.len()]
-    }
-
-    /// The sums of products of step `step` (a unit, or a part of one).
+    /// Starts the sums of products of step `step` (a unit, or a part of one), in register `step % 2` of two.
     ///
     /// # Safety
-    /// The tile registers are set up for [`TILE`] and for `R` rows; `step` is below the number of units times that of parts, and `codes`
-    /// are those of the units.
+    /// The tile registers are set up for [`TILE`] and for `R` rows, there are so many, and `step` is below the number of units times that of
+    /// parts.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn dot<F: Format, const R: usize>(
-        &self,
-        codes: &Strided<[i32; 8], R>,
-        step: usize,
-        dots: &mut Dots,
-    ) {
-        let part = step % F::PARTS;
-        let a = codes.base + step * (GROUP / F::PARTS);
-        let b = self.units[step / F::PARTS].codes[part * 4..].as_ptr();
+    unsafe fn multiply<F: Format, const R: usize>(units: &[Unit], rows: Rows<'_>, step: usize) {
         macro_rules! product {
-            ($multiply:literal, $sums:literal, $x:literal, $codes:literal) => {
-                // SAFETY: the activations' rows are `stride` apart and have the columns of this step, the codes are rows of 64 bytes, and
-                // there is room for `TILE` rows of sums; the registers have these shapes, and no others are touched.
+            ($multiply:literal, $sums:literal, $x:literal) => {
+                // SAFETY: the activations' rows are `code_stride` apart and have the columns of this step, and the codes are rows of 64
+                // bytes; the registers have these shapes.
                 unsafe {
                     asm!(
                         concat!("tilezero ", $sums),
-                        concat!("tileloadd ", $x, ", [{a} + {stride}]"),
-                        concat!("tileloadd ", $codes, ", [{b} + {line}]"),
-                        concat!($multiply, " ", $sums, ", ", $x, ", ", $codes),
-                        concat!("tilestored [{c} + {line}], ", $sums),
-                        a = in(reg) a,
-                        stride = in(reg) codes.stride,
-                        b = in(reg) b,
+                        concat!("tileloadd ", $x, ", [{x} + {stride}]"),
+                        "tileloadd tmm3, [{codes} + {line}]",
+                        concat!($multiply, " ", $sums, ", ", $x, ", tmm3"),
+                        x = in(reg) rows.codes + step * (GROUP / F::PARTS),
+                        stride = in(reg) rows.code_stride,
+                        codes = in(reg) units[step / F::PARTS].codes[step % F::PARTS * 4..].as_ptr(),
                         line = in(reg) 64_usize,
-                        c = in(reg) dots.0.as_mut_ptr(),
-                        out("tmm0") _,
-out("tmm1") _,
-out("tmm2") _,
-out("tmm3") _,
-out("tmm4") _,
-out("tmm5") _,
+                        options(nostack, preserves_flags, readonly),
+                    );
+                }
+            };
+        }
+        match (F::MIN, R == TILE, step % 2) {
+            (true, true, 0) => product!("tdpbsud", "tmm0", "tmm2"),
+            (true, true, _) => product!("tdpbsud", "tmm1", "tmm2"),
+            (true, false, 0) => product!("tdpbsud", "tmm4", "tmm6"),
+            (true, false, _) => product!("tdpbsud", "tmm5", "tmm6"),
+            (false, true, 0) => product!("tdpbssd", "tmm0", "tmm2"),
+            (false, true, _) => product!("tdpbssd", "tmm1", "tmm2"),
+            (false, false, 0) => product!("tdpbssd", "tmm4", "tmm6"),
+            (false, false, _) => product!("tdpbssd", "tmm5", "tmm6"),
+        }
+    }
+
+    /// Stores the sums of step `step`.
+    ///
+    /// # Safety
+    /// [`Tile::multiply`] was called for the step, and since then for one other at most.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+    unsafe fn finish<const R: usize>(step: usize, dots: &mut Dots) {
+        macro_rules! store {
+            ($sums:literal) => {
+                // SAFETY: there is room for `TILE` rows of 64 bytes.
+                unsafe {
+                    asm!(
+                        concat!("tilestored [{to} + {line}], ", $sums),
+                        to = in(reg) dots.0.as_mut_ptr(),
+                        line = in(reg) 64_usize,
                         options(nostack, preserves_flags),
                     );
                 }
             };
         }
-        match (F::MIN, R == TILE) {
-            (true, true) => product!("tdpbsud", "tmm0", "tmm1", "tmm2"),
-            (true, false) => product!("tdpbsud", "tmm3", "tmm4", "tmm5"),
-            (false, true) => product!("tdpbssd", "tmm0", "tmm1", "tmm2"),
-            (false, false) => product!("tdpbssd", "tmm3", "tmm4", "tmm5"),
+        match (R == TILE, step % 2) {
+            (true, 0) => store!("tmm0"),
+            (true, _) => store!("tmm1"),
+            (false, 0) => store!("tmm4"),
+            (false, _) => store!("tmm5"),
         }
     }
 
@@ -286,78 +354,60 @@ out("tmm5") _,
     #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
     unsafe fn compute<F: Format, const R: usize>(&self, run: &mut Run<'_>) {
-        let (codes, blocks) = (
-            Strided::<[i32; 8], R>::new(|row| self.codes(row)),
-            Strided::<Block, R>::new(|row| self.blocks(row)),
-        );
-        let mut acc = [_mm512_setzero_ps(); R];
-        if self.first_unit > 0 {
-            for (row, acc) in acc.iter_mut().enumerate() {
-                *acc = load_f32x16(&run.kept(self.panel, self.row + row));
-            }
+        /// Sixteen copies of the body, of which the first `R` are compiled: a loop would keep the sums in memory.
+        macro_rules! each_row {
+            (|$row:ident| $body:block) => {
+                each_row!(|$row| $body; 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
+            };
+            (|$row:ident| $body:block; $($index:literal)*) => {$(
+                if $index < R {
+                    let $row = $index;
+                    $body
+                }
+            )*};
         }
-        let mut dots = [const { Dots([[0; PANEL]; TILE]) }; 2];
-        let steps = self.units.len() * F::PARTS;
+        let (units, rows) = (self.units, self.rows);
+        let mut acc = [_mm512_setzero_ps(); TILE];
+        if self.goes_on {
+            each_row!(|row| { acc[row] = load_f32s(run.outputs(self.panel, self.row + row)) });
+        }
+        let mut buffer = [const { Dots([[0; PANEL]; TILE]) }; 2];
+        let steps = units.len() * F::PARTS;
         // SAFETY: `step` 0 is one of `steps`, and the tile registers are set up by this function's contract.
-        unsafe { self.dot::<F, R>(&codes, 0, &mut dots[0]) };
+        unsafe { Self::multiply::<F, R>(units, rows, 0) };
+        if steps > 1 {
+            // SAFETY: as above.
+            unsafe { Self::multiply::<F, R>(units, rows, 1) };
+        }
+        // SAFETY: `step` 0 was started, and one after it.
+        unsafe { Self::finish::<R>(0, &mut buffer[0]) };
         for step in 0..steps {
-            if step + 1 < steps {
+            if step + 2 < steps {
                 // SAFETY: as above.
-                unsafe { self.dot::<F, R>(&codes, step + 1, &mut dots[(step + 1) % 2]) };
+                unsafe { Self::multiply::<F, R>(units, rows, step + 2) };
+            }
+            if step + 1 < steps {
+                // SAFETY: the step was started, and one after it.
+                unsafe { Self::finish::<R>(step + 1, &mut buffer[(step + 1) % 2]) };
             }
             let (index, part) = (step / F::PARTS, step % F::PARTS);
-            let unit = &self.units[index];
+            let unit = &units[index];
             let scale = load_f32x16(&unit.scales[part]);
             let second = load_f32x16(&unit.scales[1]);
             let sums = load_f32x16(&unit.sums[part]);
-            for row in 0..R {
-                // SAFETY: `index` is below the number of units, which the rows have.
-                let block = unsafe { blocks.get(row, index) };
-                let dot = _mm512_cvtepi32_ps(load_i32x16(&dots[step % 2].0[row]));
+            let dots = &buffer[step % 2].0;
+            each_row!(|row| {
+                // SAFETY: the row is one of `R`, and `index` one of the units.
+                let block = unsafe { rows.block(row, index) };
+                let dot = _mm512_cvtepi32_ps(load_i32x16(&dots[row]));
                 let inner = _mm512_mul_ps(sums, _mm512_set1_ps(block.zero));
                 let inner = _mm512_fmadd_ps(dot, _mm512_set1_ps(block.scale), inner);
                 acc[row] = _mm512_fmadd_ps(scale, inner, acc[row]);
                 if F::MIN {
                     acc[row] = _mm512_fmadd_ps(second, _mm512_set1_ps(block.sum), acc[row]);
                 }
-            }
+            });
         }
-        let mut out = [0.0; PANEL];
-        for (row, acc) in acc.iter().enumerate() {
-            store_f32x16(*acc, &mut out);
-            run.keep(self.panel, self.row + row, &out);
-        }
-    }
-}
-
-/// `R` slices of one length, at equal distances.
-struct Strided<T, const R: usize> {
-    base: usize,
-    /// Bytes.
-    stride: usize,
-    of: PhantomData<T>,
-}
-
-impl<T, const R: usize> Strided<T, R> {
-    fn new<'a>(row: impl Fn(usize) -> &'a [T]) -> Self
-    where
-        T: 'a,
-    {
-        let base = row(0).as_ptr().expose_provenance();
-        let stride = if R > 1 { row(1).as_ptr().addr() - base } else { 0 };
-        for index in 1..R {
-            let address = row(index).as_ptr().expose_provenance();
-            assert_eq!(address, base + index * stride, "rows of activations are contiguous");
-        }
-        Self { base, stride, of: PhantomData }
-    }
-
-    /// # Safety
-    /// `row` is below `R` and `index` below the slices' length; the slices are still borrowed.
-    #[inline(always)]
-    unsafe fn get(&self, row: usize, index: usize) -> &T {
-        let address = self.base + row * self.stride + index * size_of::<T>();
-        // SAFETY: the address is that of an element, by this function's contract and `new`, which exposed its slice.
-        unsafe { &*std::ptr::with_exposed_provenance(address) }
+        each_row!(|row| { store_f32s(acc[row], run.outputs(self.panel, self.row + row)) });
     }
 }
