@@ -7,6 +7,7 @@
 //! differ, bits do not.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::activations::Activations;
@@ -16,6 +17,8 @@ use super::packed::{Matrix, PANEL};
 use super::pool::ThreadPool;
 use crate::error::{ShapeError, product};
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -147,48 +150,58 @@ impl Work<'_> {
 
     /// The panels of run `run`; each run must be computed by one thread only.
     fn compute(&self, isa: Isa, x: &Activations, run: usize) {
-        let layout = self.weights.layout();
-        for index in run * self.run..layout.panels().min((run + 1) * self.run) {
-            let first = index * PANEL;
-            let width = PANEL.min(layout.rows() - first);
-            let store = |row: usize, outputs: &[f32; PANEL]| {
-                let at = row * self.stride + first;
-                // SAFETY: a panel is computed by one thread, and no other panel or row has these columns of this row (the
-                // stride is at least the number of columns, by `check`).
-                let out = unsafe { self.out.part(at..at + width) };
-                out.copy_from_slice(&outputs[..width]);
-            };
-            panel(isa, layout.ty(), self.weights.panel(index), x, store);
+        let panels = run * self.run..self.weights.layout().panels().min((run + 1) * self.run);
+        let mut run = Run { weights: self.weights, panels, out: &self.out, stride: self.stride };
+        match isa {
+            Isa::Portable => portable::panels(&mut run, x),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::AvxVnni => {
+                // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX2, FMA and F16C.
+                unsafe { avx2::panels(&mut run, x) };
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx if amx::suits(self.weights.layout().ty(), x.rows()) => {
+                // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AMX, the kernel's leave to use it, and all that comes with it.
+                unsafe { amx::panels(&mut run, x) };
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni | Isa::Amx => {
+                // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX-512 F, BW, DQ, VL and VNNI, and those of AVX2.
+                unsafe { avx512::panels(&mut run, x) };
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512Vnni | Isa::Amx => portable::panels(&mut run, x),
         }
     }
 }
 
-/// The products of one panel with all rows. `isa` is usable, and the shapes fit.
-#[cfg(target_arch = "x86_64")]
-fn panel(
-    isa: Isa,
-    ty: super::packed::PackedType,
-    bytes: &[u8],
-    x: &Activations,
-    store: impl FnMut(usize, &[f32; PANEL]),
-) {
-    match isa {
-        Isa::Portable => portable::panel(ty, bytes, x, store),
-        // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX2, FMA and F16C.
-        Isa::Avx2 | Isa::AvxVnni => unsafe { avx2::panel(ty, bytes, x, store) },
-        // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX-512 F, BW, DQ, VL and VNNI, and those of AVX2.
-        Isa::Avx512Vnni | Isa::Amx => unsafe { avx512::panel(ty, bytes, x, store) },
-    }
+/// Panels of a product that this thread computes.
+///
+/// Having one tells you that no other thread reads or writes these panels' outputs.
+struct Run<'a> {
+    weights: Matrix<'a>,
+    panels: Range<usize>,
+    out: &'a Disjoint<'a, f32>,
+    stride: usize,
 }
 
-/// The products of one panel with all rows. The shapes fit.
-#[cfg(not(target_arch = "x86_64"))]
-fn panel(
-    _isa: Isa,
-    ty: super::packed::PackedType,
-    bytes: &[u8],
-    x: &Activations,
-    store: impl FnMut(usize, &[f32; PANEL]),
-) {
-    portable::panel(ty, bytes, x, store);
+impl Run<'_> {
+    /// The outputs of a panel of the run and a row: [`PANEL`], or what there is of the last panel.
+    fn outputs(&mut self, panel: usize, row: usize) -> &mut [f32] {
+        let first = panel * PANEL;
+        let width = PANEL.min(self.weights.layout().rows() - first);
+        let at = row * self.stride + first;
+        // SAFETY: this thread alone has the panel, no other panel or row has these columns of this row (the stride is at least the number of
+        // columns, by `check`), and the run is borrowed as long as the part.
+        unsafe { self.out.part(at..at + width) }
+    }
+
+    /// Sets the outputs of a panel and a row.
+    fn keep(&mut self, panel: usize, row: usize, outputs: &[f32; PANEL]) {
+        let out = self.outputs(panel, row);
+        match <&mut [f32; PANEL]>::try_from(&mut *out) {
+            Ok(out) => *out = *outputs,
+            Err(_) => out.copy_from_slice(&outputs[..out.len()]),
+        }
+    }
 }

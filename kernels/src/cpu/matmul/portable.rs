@@ -2,36 +2,36 @@
 
 use half::{bf16, f16};
 
+use super::Run;
 use crate::cpu::activations::{Activations, Block};
 use crate::cpu::packed::{GROUP, PANEL, PackedType};
 
-/// Products of one panel with all rows of `x`.
-pub(super) fn panel(
-    ty: PackedType,
-    bytes: &[u8],
-    x: &Activations,
-    mut store: impl FnMut(usize, &[f32; PANEL]),
-) {
-    let units = bytes.chunks_exact(ty.unit_bytes());
-    for row in 0..x.rows() {
-        let units = units.clone();
-        let mut acc = [0.0; PANEL];
-        match ty {
-            PackedType::F32 | PackedType::F16 | PackedType::BF16 => {
-                for (&x, unit) in x.floats(row).iter().zip(units) {
-                    let weights = column(ty, unit);
-                    for (acc, weight) in acc.iter_mut().zip(weights) {
-                        *acc = fused(weight, x, *acc);
+/// The panels of `run` with all rows of `x`. The shapes fit.
+pub(super) fn panels(run: &mut Run<'_>, x: &Activations) {
+    let ty = run.weights.layout().ty();
+    for index in run.panels.clone() {
+        let bytes = run.weights.panel(index);
+        let units = bytes.chunks_exact(ty.unit_bytes());
+        for row in 0..x.rows() {
+            let units = units.clone();
+            let mut acc = [0.0; PANEL];
+            match ty {
+                PackedType::F32 | PackedType::F16 | PackedType::BF16 => {
+                    for (&x, unit) in x.floats(row).iter().zip(units) {
+                        let weights = column(ty, unit);
+                        for (acc, weight) in acc.iter_mut().zip(weights) {
+                            *acc = fused(weight, x, *acc);
+                        }
+                    }
+                }
+                PackedType::Q4G32 | PackedType::Q8G32 | PackedType::Q8G32Min | PackedType::Q8G16 => {
+                    for ((codes, block), unit) in x.codes(row).iter().zip(x.blocks(row)).zip(units) {
+                        group(ty, unit, codes, block, &mut acc);
                     }
                 }
             }
-            PackedType::Q4G32 | PackedType::Q8G32 | PackedType::Q8G32Min | PackedType::Q8G16 => {
-                for ((codes, block), unit) in x.codes(row).iter().zip(x.blocks(row)).zip(units) {
-                    group(ty, unit, codes, block, &mut acc);
-                }
-            }
+            run.keep(index, row, &acc);
         }
-        store(row, &acc);
     }
 }
 
