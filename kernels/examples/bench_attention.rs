@@ -67,8 +67,9 @@ fn measure(pool: &ThreadPool, isa: Isa, case: &Case) -> Result<(), Box<dyn std::
     // Halves of different sizes below 2; untouched memory would be one and the same page of zeros.
     arena.iter_mut().enumerate().for_each(|(index, byte)| *byte = (index * 7919 % 60) as u8);
     // A stride without common factors scatters the blocks as a pool in use does.
-    let stride = (7919..)
-        .find(|stride| capacity % stride != 0 && !stride.is_multiple_of(2) && gcd(*stride, capacity) == 1);
+    let stride = (7919..9919).find(|stride| {
+        !capacity.is_multiple_of(*stride) && !stride.is_multiple_of(2) && gcd(*stride, capacity) == 1
+    });
     let place = |index: usize| BlockId((index * stride.unwrap_or(1) % capacity) as u32);
     let tables: Vec<Vec<BlockId>> = (0..case.rows)
         .map(|row| {
