@@ -27,6 +27,8 @@ use scratch::{Partial, Scratch};
 const CHUNK: usize = SHARED_UNIT;
 /// Positions of a chunk that surely lie in one block.
 const PIECE: usize = 16;
+/// So many positions early the processor hears what will be read: it does not know where the next block is.
+const AHEAD: usize = 2 * CHUNK;
 /// Sums of weights of a query vector.
 const LANES: usize = 16;
 /// Positions after which the softmax starts anew, to be merged.
@@ -350,9 +352,9 @@ impl Job<'_> {
                     let values = &mut buffers.values[index * PIECE * stride..][..PIECE * stride];
                     L::values(element, self.piece(tile, Part::Value, piece), d, values);
                 }
-                if piece + CHUNK < seen {
-                    L::expect(self.piece(tile, Part::Key, piece + CHUNK));
-                    L::expect(self.piece(tile, Part::Value, piece + CHUNK));
+                if piece + AHEAD < seen {
+                    L::expect(self.piece(tile, Part::Key, piece + AHEAD));
+                    L::expect(self.piece(tile, Part::Value, piece + AHEAD));
                 }
             }
             let first = tile.first_position();

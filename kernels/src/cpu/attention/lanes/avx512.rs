@@ -4,7 +4,7 @@
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::{
-    __m512, __m512i, _CMP_GT_OQ, _CMP_NLT_UQ, _MM_HINT_T0, _mm_prefetch, _mm256_castps_si256,
+    __m512, __m512i, _CMP_GT_OQ, _CMP_NLT_UQ, _MM_HINT_T1, _mm_prefetch, _mm256_castps_si256,
     _mm256_cvtph_ps, _mm512_add_ps, _mm512_castsi128_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
     _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_inserti32x4, _mm512_loadu_ps, _mm512_mask_cmp_ps_mask,
     _mm512_maskz_scalef_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_permutexvar_epi64, _mm512_reduce_max_ps,
@@ -72,7 +72,7 @@ impl Lanes for Avx512 {
     fn expect(bytes: &[u8]) {
         for line in bytes.as_chunks::<64>().0 {
             // SAFETY: a prefetch reads nothing that the program can see; the address is that of a reference.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) }
         }
     }
 }

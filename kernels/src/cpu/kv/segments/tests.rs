@@ -38,7 +38,7 @@ fn rows_read_their_common_blocks_together_and_then_their_own() {
     let rows = [
         (130, 2, blocks(&[0..8, 100..101])),
         (200, 1, blocks(&[0..8, 200..206])),
-        (40, 3, blocks(&[300..303])),
+        (40, 3, (300..303).collect()),
     ];
     let (mapped, segments) = segments(&rows);
     let reads = reads(&mapped, &segments);
@@ -52,7 +52,7 @@ fn rows_read_their_common_blocks_together_and_then_their_own() {
 #[test]
 fn a_prefix_within_a_prefix_is_read_by_those_who_have_it() {
     let rows = [
-        (200, 1, blocks(&[0..13])),
+        (200, 1, (0..13).collect()),
         (300, 1, blocks(&[0..4, 50..60, 90..96])),
         (300, 1, blocks(&[0..4, 50..60, 70..76])),
     ];
@@ -66,7 +66,7 @@ fn a_prefix_within_a_prefix_is_read_by_those_who_have_it() {
 #[test]
 fn too_little_in_common_and_blocks_that_are_still_written_are_not_shared() {
     let short = [(100, 1, blocks(&[0..3, 10..14])), (100, 1, blocks(&[0..3, 20..24]))];
-    let written = [(64, 36, blocks(&[0..7])), (0, 100, blocks(&[0..7]))];
+    let written = [(64, 36, (0..7).collect()), (0, 100, (0..7).collect())];
     for rows in [short, written] {
         let (mapped, segments) = segments(&rows);
         assert!(reads(&mapped, &segments).iter().all(|reads| reads.len() == 1), "{segments:?}");
