@@ -1,6 +1,6 @@
 //! How fast a model runs on this machine, without daemon and gateway.
 //!
-//! `throughput MODEL [--dtype f32] [--threads N]` prints tokens per second of a prompt of 512 tokens and of 1, 4, 8, 16 and 32
+//! `throughput MODEL [--dtype f32] [--threads N] [--sequences N,...]` prints tokens per second of a prompt of 512 tokens and of 1, 4, 8, 16 and 32
 //! sequences that decode after 128 tokens each, beside what was predicted. Medians; run it on a quiet machine. Beside each stands how
 //! many tokens a second of processor time gave, which a quota or a busy neighbour leaves comparable, and at the end the memory that is
 //! neither weights nor KV.
@@ -35,6 +35,9 @@ struct Args {
     /// Compute threads; as a rule all that are allowed.
     #[arg(long)]
     threads: Option<u32>,
+    /// Numbers of sequences that decode together.
+    #[arg(long, value_delimiter = ',', default_value = "1,4,16,32")]
+    sequences: Vec<u64>,
 }
 
 fn main() -> anyhow::Result<()> {
@@ -93,7 +96,7 @@ fn main() -> anyhow::Result<()> {
         predicted_ms(512, 1, 512 * 513 / 2),
         5.0 * 512.0 / (cpu_seconds()? - cpu)
     );
-    for sequences in [1, 4, 8, 16, 32] {
+    for sequences in args.sequences {
         for seq in 0..sequences {
             run(vec![begin(seq)], vec![row(seq, 0, CONTEXT, info.vocab_size)])?;
         }

@@ -106,6 +106,7 @@ impl Decoder {
             layers,
             output_norm,
             isa,
+            // Not pinned: on a quiet machine it gains nothing, and beside a busy neighbour the kernel could not move a thread.
             pool: ThreadPool::new(threads, None)?,
             scratch,
             weights,
@@ -209,9 +210,9 @@ impl Decoder {
 
 /// The embedding of each token, `[tokens][hidden]`.
 fn embed(pool: &ThreadPool, embedding: &Matrix<'_>, tokens: &[u32], x: &mut [f32]) -> Result<(), ShapeError> {
-    let hidden = embedding.layout().columns();
     // A thread takes at least this many rows, so that a decode step needs no other thread.
     const ROWS: usize = 8;
+    let hidden = embedding.layout().columns();
     let failed = OnceLock::new();
     pool.for_parts(x, ROWS * hidden, &|part, x| {
         for (row, &token) in x.chunks_exact_mut(hidden).zip(&tokens[part * ROWS..]) {

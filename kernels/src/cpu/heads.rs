@@ -48,20 +48,21 @@ pub fn rope_into_kv(
     layer: usize,
     arena: &mut [u8],
 ) -> Result<(), KvError> {
+    let Heads { q, k, v, bias } = heads;
     mapping.check(layer, arena.len())?;
     let layout = mapping.layout();
     let (d, tokens) = (layout.head_dim(), mapping.tokens());
     let width = layout.kv_heads() * d;
-    length("keys", tokens * width, heads.k.len())?;
-    length("values", tokens * width, heads.v.len())?;
+    length("keys", tokens * width, k.len())?;
+    length("values", tokens * width, v.len())?;
     if by.angles.rows() != tokens {
         return Err(ShapeError::Length { what: "angles", needed: tokens, found: by.angles.rows() }.into());
     }
     if tokens == 0 {
-        return Ok(length("queries", 0, heads.q.len())?);
+        return Ok(length("queries", 0, q.len())?);
     }
-    let of_q = heads.q.len() / tokens;
-    length("queries", tokens * of_q, heads.q.len())?;
+    let of_q = q.len() / tokens;
+    length("queries", tokens * of_q, q.len())?;
     if of_q == 0 || !of_q.is_multiple_of(d) || d < 2 * by.angles.pairs() {
         return Err(ShapeError::Dimension {
             what: "head dimension",
@@ -70,20 +71,20 @@ pub fn rope_into_kv(
         }
         .into());
     }
-    if let Some([q, k, v]) = heads.bias {
-        length("query bias", of_q, q.len())?;
-        length("key bias", width, k.len())?;
-        length("value bias", width, v.len())?;
+    if let Some([q_bias, k_bias, v_bias]) = bias {
+        length("query bias", of_q, q_bias.len())?;
+        length("key bias", width, k_bias.len())?;
+        length("value bias", width, v_bias.len())?;
     }
-    let [q_bias, k_bias, v_bias] = heads.bias.map_or([None; 3], |bias| bias.map(Some));
-    let elements = heads.q.len() + 2 * heads.k.len();
+    let [q_bias, k_bias, v_bias] = bias.map_or([None; 3], |bias| bias.map(Some));
+    let elements = q.len() + 2 * k.len();
     let pass = Pass {
         by,
         mapping,
         layer,
         vectors: isa.usable().vectors(),
         of_q,
-        q: Disjoint::new(heads.q),
+        q: Disjoint::new(q),
         q_bias,
         arena: Disjoint::new(arena),
     };
@@ -94,9 +95,9 @@ pub fn rope_into_kv(
             let first = (index - kv_jobs) * Pass::TOKENS;
             pass.queries(first..tokens.min(first + Pass::TOKENS));
         } else if index.is_multiple_of(2) {
-            pass.head(Part::Key, index / 2, heads.k, k_bias);
+            pass.head(Part::Key, index / 2, k, k_bias);
         } else {
-            pass.head(Part::Value, index / 2, heads.v, v_bias);
+            pass.head(Part::Value, index / 2, v, v_bias);
         }
     };
     if elements <= SMALL {

@@ -97,7 +97,7 @@ fn the_best_few_are_the_first_of_a_full_sort_on_every_set() {
         }
         for isa in Isa::ALL.into_iter().filter(|isa| isa.usable() == *isa) {
             let mut maxima = survey.maxima.clone();
-            maxima.iter_mut().for_each(|tile| tile.fill(0.0));
+            maxima.fill([0.0; LANES]);
             assert!(super::survey(isa.vectors(), &logits, &mut maxima));
             assert!(maxima == survey.maxima, "{isa}");
             let weigh = Weigh { top: logits[want[0] as usize], inverse: 0.9 };

@@ -9,7 +9,9 @@ fn values(seed: u32, count: usize) -> Vec<f32> {
 }
 
 /// Everything that a product sees, as bits.
-fn seen(x: &Activations) -> (usize, usize, Vec<u32>, Vec<[i32; 8]>, Vec<[u32; 6]>) {
+type Seen = (usize, usize, Vec<u32>, Vec<[i32; 8]>, Vec<[u32; 6]>);
+
+fn seen(x: &Activations) -> Seen {
     let of_block = |block: &Block| {
         let [a, b, c] = block.centres.map(|x| x as u32);
         [block.scale.to_bits(), block.zero.to_bits(), block.sum.to_bits(), a, b, c]
@@ -89,7 +91,7 @@ fn operators_that_make_activations_refuse_what_does_not_fit() {
     let norm = Norm { weight: &[1.0; 8], epsilon: 1e-5 };
     let mut add_norm = |x: &mut [f32], delta: Option<&[f32]>, norm, kind| {
         let result = add_rms_norm(&pool, isa, x, delta, norm, kind, &mut out);
-        assert!(x.iter().all(|&x| x == 1.0));
+        assert!(x.iter().all(|x| x.to_bits() == 1.0_f32.to_bits()));
         result
     };
     assert!(add_norm(&mut [1.0; 12], None, norm, ActivationKind::F32).is_err());
