@@ -12,7 +12,7 @@ use crate::batch::Limits;
 
 const SIZES: [u32; StepCost::SIZES.len()] = StepCost::SIZES;
 
-/// Measuring goes on for so long: sizes again and again, of which the fastest counts.
+/// Measuring goes on for so long: plans again and again, of which the median counts, the lower one of two.
 const USUAL: Duration = Duration::from_millis(250);
 /// A larger model may take this many times what a single token takes, so that most sizes are measured once,
 const TOKENS: u32 = 40;
@@ -58,7 +58,7 @@ const ORDER: [Probe; 15] = [
     Probe::Drawn(3),
 ];
 
-/// The fastest of each plan, in microseconds; infinite where it was not measured.
+/// What each plan takes, in microseconds; infinite where it was not measured.
 #[derive(Clone, Copy, Debug)]
 struct Times {
     body: [f32; SIZES.len()],
@@ -108,7 +108,7 @@ fn per_block(limits: &Limits) -> u32 {
 /// What `run` gives.
 pub fn measure<E>(limits: &Limits, mut run: impl FnMut(&Plan) -> Result<u64, E>) -> Result<StepCost, E> {
     let start = Instant::now();
-    let mut times = Times::NONE;
+    let (mut times, mut samples) = (Times::NONE, Vec::new());
     let mut id = 0;
     for pass in 0..PASSES {
         for probe in ORDER {
@@ -121,8 +121,11 @@ pub fn measure<E>(limits: &Limits, mut run: impl FnMut(&Plan) -> Result<u64, E>)
             }
             id += 1;
             let us = run(&Plan { id, begin, rows, ..Plan::default() })? as f32;
-            let fastest = times.of(probe);
-            *fastest = fastest.min(us);
+            samples.push((probe, us));
+            let mut same: Vec<f32> =
+                samples.iter().filter(|(of, _)| *of == probe).map(|(_, us)| *us).collect();
+            same.sort_by(f32::total_cmp);
+            *times.of(probe) = same[(same.len() - 1) / 2];
         }
     }
     Ok(fit(&times, far_context(limits)))
