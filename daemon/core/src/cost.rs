@@ -58,8 +58,8 @@ mod tests {
             assert!((cost.step_us(n, 0, 0) - (100.0 + 10.0 * n as f32)).abs() < 1e-2, "{n}");
             assert!((cost.step_us(n, n, 0) - (100.0 + 11.0 * n as f32)).abs() < 1e-2, "{n}");
         }
-        assert_eq!(cost.step_us(0, 0, 4), 2.0);
-        assert_eq!(StepCost::UNKNOWN.step_us(77, 5, 9), 0.0);
+        assert!((cost.step_us(0, 0, 4) - 2.0).abs() < 1e-6);
+        assert!(StepCost::UNKNOWN.step_us(77, 5, 9) < 1e-6);
         assert!(!StepCost::UNKNOWN.is_known());
     }
 }
