@@ -12,32 +12,81 @@ use pagedd_kernels::{
     SlotMapping, ThreadPool, attention, matmul_all, pack, rms_norm, silu_mul,
 };
 
+/// What to measure: everything, unless arguments say otherwise.
+struct Selection {
+    isa: Option<String>,
+    part: Option<String>,
+    rows: Option<usize>,
+    threads: Option<usize>,
+}
+
+impl Selection {
+    fn parse(mut args: impl Iterator<Item = String>) -> Result<Self, String> {
+        let mut selection = Self { isa: None, part: None, rows: None, threads: None };
+        while let Some(name) = args.next() {
+            let value = args.next().ok_or_else(|| format!("{name} needs a value; {USAGE}"))?;
+            let number = || value.parse().map_err(|_| format!("{value} is no number; {USAGE}"));
+            match name.as_str() {
+                "--isa" if Isa::ALL.iter().any(|isa| isa.as_str() == value) => selection.isa = Some(value),
+                "--only" if PARTS.contains(&value.as_str()) => selection.part = Some(value),
+                "--rows" => selection.rows = Some(number()?),
+                "--threads" => selection.threads = Some(number()?),
+                _ => return Err(format!("{name} {value} is unknown; {USAGE}")),
+            }
+        }
+        Ok(selection)
+    }
+
+    fn part(&self, part: &str) -> bool {
+        self.part.as_deref().is_none_or(|only| only == part)
+    }
+
+    fn rows(&self) -> Vec<usize> {
+        self.rows.map_or_else(|| vec![1, 2, 4, 8, 16, 32, 128], |rows| vec![rows])
+    }
+
+    fn threads(&self, most: usize) -> Vec<usize> {
+        self.threads.map_or_else(|| if most > 1 { vec![1, most] } else { vec![1] }, |threads| vec![threads])
+    }
+}
+
+const PARTS: [&str; 4] = ["products", "head", "attention", "small"];
+const USAGE: &str = "arguments: [--isa NAME] [--only products|head|attention|small] [--rows N] [--threads N]";
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let selection = Selection::parse(std::env::args().skip(1))?;
     let threads = std::thread::available_parallelism()?.get();
     println!("best instruction set {}, {threads} threads", Isa::detect());
-    for threads in counts(threads) {
-        bandwidth(&ThreadPool::new(threads, None)?);
-    }
-    for isa in [Isa::Avx2, Isa::Avx512Vnni].into_iter().filter(|isa| isa.usable() == *isa) {
-        for threads in counts(threads) {
+    let chosen = |isa: Isa| selection.isa.as_ref().is_none_or(|name| name == isa.as_str());
+    let isas = Isa::ALL.into_iter().filter(|&isa| isa != Isa::Portable && isa.usable() == isa && chosen(isa));
+    for isa in isas {
+        for threads in selection.threads(threads) {
             let pool = ThreadPool::new(threads, None)?;
-            println!("\n{isa}, {threads} threads: GMAC/s (weights GB/s)");
-            println!("{:10} {:>16} {:>16} {:>16} {:>16} {:>16} {:>16}", "rows", 1, 4, 8, 16, 32, 128);
-            for ty in [TensorType::Q4_1, TensorType::Q8_0, TensorType::Q6_K, TensorType::F16, TensorType::F32]
-            {
-                products(&pool, isa, ty)?;
+            let bandwidth = bandwidth(&pool);
+            println!("\n{isa}, {threads} threads, reads {:.1} GB/s: GMAC/s (weights GB/s)", bandwidth / 1e9);
+            print!("{:10}", "rows");
+            selection.rows().iter().for_each(|rows| print!(" {rows:>16}"));
+            println!();
+            if selection.part("products") {
+                for ty in
+                    [TensorType::Q4_1, TensorType::Q8_0, TensorType::Q6_K, TensorType::F16, TensorType::F32]
+                {
+                    products(&pool, isa, ty, &selection.rows(), bandwidth)?;
+                }
             }
-            heads(&pool, isa)?;
-            decode(&pool, isa)?;
-            prompt(&pool, isa)?;
-            small(&pool, isa);
+            if selection.part("head") {
+                head(&pool, isa, &selection.rows())?;
+            }
+            if selection.part("attention") {
+                decode(&pool, isa)?;
+                prompt(&pool, isa)?;
+            }
+            if selection.part("small") {
+                small(&pool, isa);
+            }
         }
     }
     Ok(())
-}
-
-fn counts(most: usize) -> Vec<usize> {
-    if most > 1 { vec![1, most] } else { vec![1] }
 }
 
 /// Seconds of the best of `runs` runs: other load only ever adds.
@@ -52,7 +101,8 @@ fn best(runs: usize, mut run: impl FnMut()) -> f64 {
         .fold(f64::INFINITY, f64::min)
 }
 
-fn bandwidth(pool: &ThreadPool) {
+/// Bytes per second that the threads read from memory.
+fn bandwidth(pool: &ThreadPool) -> f64 {
     let data = vec![1_u64; 32 << 20];
     let seconds = best(7, || {
         pool.run(&|index, of| {
@@ -64,11 +114,7 @@ fn bandwidth(pool: &ThreadPool) {
             black_box(lanes);
         });
     });
-    println!(
-        "reads of 256 MiB, {} threads: {:.1} GB/s",
-        pool.threads(),
-        data.len() as f64 * 8.0 / seconds / 1e9
-    );
+    data.len() as f64 * 8.0 / seconds
 }
 
 /// Bytes that are valid blocks of `ty` (any bytes are, once scales are finite).
@@ -79,7 +125,13 @@ fn file_bytes(ty: TensorType, elements: usize) -> Vec<u8> {
 }
 
 /// Body of the model: 30 layers, more than the caches of most machines hold.
-fn products(pool: &ThreadPool, isa: Isa, ty: TensorType) -> Result<(), Box<dyn std::error::Error>> {
+fn products(
+    pool: &ThreadPool,
+    isa: Isa,
+    ty: TensorType,
+    counts: &[usize],
+    bandwidth: f64,
+) -> Result<(), Box<dyn std::error::Error>> {
     // Q6_K rows are whole blocks of 256.
     let (width, ffn) = if ty.block_elements() == 256 { (512, 1536) } else { (576, 1536) };
     let shapes = [(width + 384, width), (width, width), (2 * ffn, width), (width, ffn)];
@@ -93,9 +145,10 @@ fn products(pool: &ThreadPool, isa: Isa, ty: TensorType) -> Result<(), Box<dyn s
             weights.push((layout, bytes));
         }
     }
-    let bytes: usize = weights.iter().map(|(_, bytes)| bytes.len()).sum();
+    let all_bytes: usize = weights.iter().map(|(_, bytes)| bytes.len()).sum();
     print!("{:10}", format!("{ty}"));
-    for rows in [1, 4, 8, 16, 32, 128] {
+    let mut one_row = None;
+    for &rows in counts {
         let x: Vec<f32> = (0..rows * ffn).map(|i| (i % 97) as f32 / 50.0 - 1.0).collect();
         let mut narrow = Activations::new();
         let mut wide = Activations::new();
@@ -111,20 +164,46 @@ fn products(pool: &ThreadPool, isa: Isa, ty: TensorType) -> Result<(), Box<dyn s
             }
         });
         let macs: usize = weights.iter().map(|(layout, _)| layout.rows() * layout.columns() * rows).sum();
-        print!(" {:>8.1} ({:>5.1})", macs as f64 / seconds / 1e9, bytes as f64 / seconds / 1e9);
+        if rows == 1 {
+            one_row = Some(macs as f64 / seconds);
+        }
+        print!(" {:>8.1} ({:>5.1})", macs as f64 / seconds / 1e9, all_bytes as f64 / seconds / 1e9);
     }
     println!();
+    if let Some(measured) = one_row {
+        // The first matrix alone stays in the second-level caches: what is left is arithmetic.
+        let (layout, bytes) = &weights[0];
+        let x: Vec<f32> = (0..width).map(|i| (i % 97) as f32 / 50.0 - 1.0).collect();
+        let mut activations = Activations::new();
+        activations.set(pool, isa, &x, width, packed.activations())?;
+        let mut out = vec![0.0; layout.rows()];
+        let seconds = best(300, || {
+            let Ok(weights) = Matrix::new(*layout, bytes) else { return };
+            let product = Product { weights, out: &mut out, stride: layout.rows() };
+            let _ = matmul_all(pool, isa, &activations, &mut [product]);
+        });
+        let arithmetic = (layout.rows() * layout.columns()) as f64 / seconds;
+        let macs: usize = weights.iter().map(|(layout, _)| layout.rows() * layout.columns()).sum();
+        let memory = bandwidth * macs as f64 / all_bytes as f64;
+        println!(
+            "{:10} one row: {:.0} % of its bound (memory {:.1}, arithmetic {:.1} GMAC/s)",
+            "",
+            100.0 * measured / memory.min(arithmetic),
+            memory / 1e9,
+            arithmetic / 1e9
+        );
+    }
     Ok(())
 }
 
 /// The vocabulary's matrix alone, 30 MB: a large third-level cache holds it, so its GB/s may exceed those of memory.
-fn heads(pool: &ThreadPool, isa: Isa) -> Result<(), Box<dyn std::error::Error>> {
+fn head(pool: &ThreadPool, isa: Isa, counts: &[usize]) -> Result<(), Box<dyn std::error::Error>> {
     let ty = TensorType::Q8_0;
     let layout = MatrixLayout::new(PackedType::for_source(ty, false), 49152, 576)?;
     let mut bytes = vec![0; layout.bytes()];
     pack(&layout, ty, &file_bytes(ty, 49152 * 576), 0, &mut bytes)?;
     print!("{:10}", "head Q8_0");
-    for rows in [1, 4, 8, 16, 32] {
+    for &rows in counts {
         let x: Vec<f32> = (0..rows * 576).map(|i| (i % 97) as f32 / 50.0 - 1.0).collect();
         let mut activations = Activations::new();
         activations.set(pool, isa, &x, 576, layout.ty().activations())?;

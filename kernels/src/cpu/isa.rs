@@ -1,6 +1,8 @@
 //! Which instructions the kernels use.
 
 use std::fmt;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use std::sync::OnceLock;
 
 /// An instruction set that kernels are written for.
 ///
@@ -117,9 +119,69 @@ fn has_avx512_vnni() -> bool {
     false
 }
 
-/// No kernel uses AMX yet.
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 fn has_amx() -> bool {
     false
+}
+
+/// Whether the processor has AMX tiles with 8-bit integers, the system saves them, and this process has its leave to use them.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn has_amx() -> bool {
+    static USABLE: OnceLock<bool> = OnceLock::new();
+    *USABLE.get_or_init(|| {
+        has_avx512_vnni() && amx::processor_has_tiles() && amx::system_saves_tiles() && amx::request()
+    })
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx {
+    #![allow(unsafe_code)]
+
+    use std::arch::asm;
+    use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
+
+    /// Leaf 7: `amx-tile` and `amx-int8`.
+    pub(super) fn processor_has_tiles() -> bool {
+        let bits = 1 << 24 | 1 << 25;
+        __cpuid(0).eax >= 7 && __cpuid_count(7, 0).edx & bits == bits
+    }
+
+    /// The parts of the saved state (`XCR0`) that are tiles. Called where AVX-512 was found, which needs the same instruction.
+    pub(super) fn system_saves_tiles() -> bool {
+        let bits = 1 << 17 | 1 << 18;
+        // SAFETY: AVX-512 was found, so the system has turned `xgetbv` on; register 0 always exists.
+        let saved = unsafe { xcr0() };
+        saved & bits == bits
+    }
+
+    /// # Safety
+    /// The processor and the system have `xsave`.
+    #[target_feature(enable = "xsave")]
+    unsafe fn xcr0() -> u64 {
+        // SAFETY: this function's contract.
+        unsafe { _xgetbv(0) }
+    }
+
+    /// Asks Linux for leave to use tile data: `arch_prctl(ARCH_REQ_XCOMP_PERM, 18)`, for this process and all its threads.
+    pub(super) fn request() -> bool {
+        const SYS_ARCH_PRCTL: usize = 158;
+        const ARCH_REQ_XCOMP_PERM: usize = 0x1023;
+        const TILE_DATA: usize = 18;
+        let result: isize;
+        // SAFETY: the call reads two numbers and touches no memory of this process; an unknown one is an error, which is handled.
+        unsafe {
+            asm!(
+                "syscall",
+                inlateout("rax") SYS_ARCH_PRCTL => result,
+                in("rdi") ARCH_REQ_XCOMP_PERM,
+                in("rsi") TILE_DATA,
+                lateout("rcx") _,
+                lateout("r11") _,
+                options(nostack),
+            );
+        }
+        result == 0
+    }
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 //! differ, bits do not.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::activations::Activations;
@@ -16,6 +17,8 @@ use super::packed::{Matrix, PANEL};
 use super::pool::ThreadPool;
 use crate::error::{ShapeError, product};
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -71,34 +74,40 @@ pub fn matmul_all(
             weights: product.weights,
             out: Disjoint::new(product.out),
             stride: product.stride,
-            run: run_length(&product.weights, pool.threads()),
         })
         .collect();
-    let runs: usize = work.iter().map(Work::runs).sum();
     let next = AtomicUsize::new(0);
-    pool.run(&|_, _| {
-        loop {
-            let mut run = next.fetch_add(1, Ordering::Relaxed);
-            if run >= runs {
-                break;
-            }
-            for work in &work {
-                if run < work.runs() {
-                    work.compute(isa, x, run);
-                    break;
-                }
-                run -= work.runs();
-            }
+    pool.run(&|_, threads| {
+        while let Some((work, panels)) = take(&work, &next, threads) {
+            work.compute(isa, x, panels);
         }
     });
     Ok(())
 }
 
-/// Panels that a thread takes at a time: few enough that threads end together, enough that the hardware prefetcher gets going.
-fn run_length(weights: &Matrix<'_>, threads: usize) -> usize {
-    const RUN_BYTES: usize = 128 * 1024;
-    let panels = weights.layout().panels();
-    (panels / (8 * threads)).clamp(1, RUN_BYTES.div_ceil(weights.layout().panel_bytes()))
+/// The next panels for a thread; `next` counts those of all products.
+///
+/// The first runs are long, so that the hardware prefetcher gets going, and they become shorter and shorter, so that threads end together.
+fn take<'w, 'a>(
+    work: &'w [Work<'a>],
+    next: &AtomicUsize,
+    threads: usize,
+) -> Option<(&'w Work<'a>, Range<usize>)> {
+    let all: usize = work.iter().map(Work::panels).sum();
+    let mut taken = next.load(Ordering::Relaxed);
+    loop {
+        let mut first = taken;
+        let work = work.iter().find(|work| {
+            let here = first < work.panels();
+            first -= if here { 0 } else { work.panels() };
+            here
+        })?;
+        let run = ((all - taken) / (2 * threads)).clamp(1, work.panels() - first);
+        match next.compare_exchange_weak(taken, taken + run, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => return Some((work, first..first + run)),
+            Err(now) => taken = now,
+        }
+    }
 }
 
 fn check(x: &Activations, work: &Product<'_>) -> Result<(), ShapeError> {
@@ -136,59 +145,66 @@ struct Work<'a> {
     weights: Matrix<'a>,
     out: Disjoint<'a, f32>,
     stride: usize,
-    /// Panels in a run.
-    run: usize,
 }
 
 impl Work<'_> {
-    fn runs(&self) -> usize {
-        self.weights.layout().panels().div_ceil(self.run)
+    fn panels(&self) -> usize {
+        self.weights.layout().panels()
     }
 
-    /// The panels of run `run`; each run must be computed by one thread only.
-    fn compute(&self, isa: Isa, x: &Activations, run: usize) {
-        let layout = self.weights.layout();
-        for index in run * self.run..layout.panels().min((run + 1) * self.run) {
-            let first = index * PANEL;
-            let width = PANEL.min(layout.rows() - first);
-            let store = |row: usize, outputs: &[f32; PANEL]| {
-                let at = row * self.stride + first;
-                // SAFETY: a panel is computed by one thread, and no other panel or row has these columns of this row (the
-                // stride is at least the number of columns, by `check`).
-                let out = unsafe { self.out.part(at..at + width) };
-                out.copy_from_slice(&outputs[..width]);
-            };
-            panel(isa, layout.ty(), self.weights.panel(index), x, store);
+    /// Computes `panels`; each panel must be computed by one thread only.
+    fn compute(&self, isa: Isa, x: &Activations, panels: Range<usize>) {
+        let mut run = Run { weights: self.weights, panels, out: &self.out, stride: self.stride };
+        match isa {
+            Isa::Portable => portable::panels(&mut run, x),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::AvxVnni => {
+                // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX2, FMA and F16C.
+                unsafe { avx2::panels(&mut run, x) };
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx if amx::suits(self.weights.layout().ty(), x.rows()) => {
+                // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AMX, the kernel's leave to use it, and all that comes with it.
+                unsafe { amx::panels(&mut run, x) };
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni | Isa::Amx => {
+                // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX-512 F, BW, DQ, VL and VNNI, and those of AVX2.
+                unsafe { avx512::panels(&mut run, x) };
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512Vnni | Isa::Amx => portable::panels(&mut run, x),
         }
     }
 }
 
-/// The products of one panel with all rows. `isa` is usable, and the shapes fit.
-#[cfg(target_arch = "x86_64")]
-fn panel(
-    isa: Isa,
-    ty: super::packed::PackedType,
-    bytes: &[u8],
-    x: &Activations,
-    store: impl FnMut(usize, &[f32; PANEL]),
-) {
-    match isa {
-        Isa::Portable => portable::panel(ty, bytes, x, store),
-        // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX2, FMA and F16C.
-        Isa::Avx2 | Isa::AvxVnni => unsafe { avx2::panel(ty, bytes, x, store) },
-        // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX-512 F, BW, DQ, VL and VNNI, and those of AVX2.
-        Isa::Avx512Vnni | Isa::Amx => unsafe { avx512::panel(ty, bytes, x, store) },
-    }
+/// Panels of a product that this thread computes.
+///
+/// Having one tells you that no other thread reads or writes these panels' outputs.
+struct Run<'a> {
+    weights: Matrix<'a>,
+    panels: Range<usize>,
+    out: &'a Disjoint<'a, f32>,
+    stride: usize,
 }
 
-/// The products of one panel with all rows. The shapes fit.
-#[cfg(not(target_arch = "x86_64"))]
-fn panel(
-    _isa: Isa,
-    ty: super::packed::PackedType,
-    bytes: &[u8],
-    x: &Activations,
-    store: impl FnMut(usize, &[f32; PANEL]),
-) {
-    portable::panel(ty, bytes, x, store);
+impl Run<'_> {
+    /// The outputs of a panel of the run and a row: [`PANEL`], or what there is of the last panel.
+    fn outputs(&mut self, panel: usize, row: usize) -> &mut [f32] {
+        let first = panel * PANEL;
+        let width = PANEL.min(self.weights.layout().rows() - first);
+        let at = row * self.stride + first;
+        // SAFETY: this thread alone has the panel, no other panel or row has these columns of this row (the stride is at least the number of
+        // columns, by `check`), and the run is borrowed as long as the part.
+        unsafe { self.out.part(at..at + width) }
+    }
+
+    /// Sets the outputs of a panel and a row.
+    fn keep(&mut self, panel: usize, row: usize, outputs: &[f32; PANEL]) {
+        let out = self.outputs(panel, row);
+        match <&mut [f32; PANEL]>::try_from(&mut *out) {
+            Ok(out) => *out = *outputs,
+            Err(_) => out.copy_from_slice(&outputs[..out.len()]),
+        }
+    }
 }

@@ -12,6 +12,7 @@ use std::arch::x86_64::{
     _mm256_srli_epi16,
 };
 
+use super::Run;
 use crate::cpu::activations::{Activations, Block};
 use crate::cpu::packed::{GROUP, PANEL, PackedType};
 use crate::cpu::vector::{load_i128, load_i256, store_f32x8};
@@ -30,32 +31,31 @@ const fn tile_rows(ty: PackedType) -> usize {
 /// Output rows of half a panel.
 const HALF: usize = PANEL / 2;
 
-/// Products of one panel with all rows of `x`.
+/// The panels of `run` with all rows of `x`. The shapes fit.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn panel(
-    ty: PackedType,
-    bytes: &[u8],
-    x: &Activations,
-    mut store: impl FnMut(usize, &[f32; PANEL]),
-) {
-    let mut out = [[0.0; PANEL]; TILE];
-    let mut row = 0;
-    while row < x.rows() {
-        let rows = (x.rows() - row).min(tile_rows(ty));
-        match rows {
-            1 => tile::<1>(ty, bytes, x, row, &mut out),
-            2 => tile::<2>(ty, bytes, x, row, &mut out),
-            3 => tile::<3>(ty, bytes, x, row, &mut out),
-            4 => tile::<4>(ty, bytes, x, row, &mut out),
-            5 => tile::<5>(ty, bytes, x, row, &mut out),
-            6 => tile::<6>(ty, bytes, x, row, &mut out),
-            7 => tile::<7>(ty, bytes, x, row, &mut out),
-            _ => tile::<8>(ty, bytes, x, row, &mut out),
+pub(super) fn panels(run: &mut Run<'_>, x: &Activations) {
+    let ty = run.weights.layout().ty();
+    for index in run.panels.clone() {
+        let bytes = run.weights.panel(index);
+        let mut out = [[0.0; PANEL]; TILE];
+        let mut row = 0;
+        while row < x.rows() {
+            let rows = (x.rows() - row).min(tile_rows(ty));
+            match rows {
+                1 => tile::<1>(ty, bytes, x, row, &mut out),
+                2 => tile::<2>(ty, bytes, x, row, &mut out),
+                3 => tile::<3>(ty, bytes, x, row, &mut out),
+                4 => tile::<4>(ty, bytes, x, row, &mut out),
+                5 => tile::<5>(ty, bytes, x, row, &mut out),
+                6 => tile::<6>(ty, bytes, x, row, &mut out),
+                7 => tile::<7>(ty, bytes, x, row, &mut out),
+                _ => tile::<8>(ty, bytes, x, row, &mut out),
+            }
+            for (at, out) in out[..rows].iter().enumerate() {
+                run.keep(index, row + at, out);
+            }
+            row += rows;
         }
-        for (index, out) in out[..rows].iter().enumerate() {
-            store(row + index, out);
-        }
-        row += rows;
     }
 }
 
