@@ -57,15 +57,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let selection = Selection::parse(std::env::args().skip(1))?;
     let threads = std::thread::available_parallelism()?.get();
     println!("best instruction set {}, {threads} threads", Isa::detect());
-    for threads in selection.threads(threads) {
-        bandwidth(&ThreadPool::new(threads, None)?);
-    }
     let chosen = |isa: Isa| selection.isa.as_ref().is_none_or(|name| name == isa.as_str());
     let isas = Isa::ALL.into_iter().filter(|&isa| isa != Isa::Portable && isa.usable() == isa && chosen(isa));
     for isa in isas {
         for threads in selection.threads(threads) {
             let pool = ThreadPool::new(threads, None)?;
-            println!("\n{isa}, {threads} threads: GMAC/s (weights GB/s)");
+            let bandwidth = bandwidth(&pool);
+            println!("\n{isa}, {threads} threads, reads {:.1} GB/s: GMAC/s (weights GB/s)", bandwidth / 1e9);
             print!("{:10}", "rows");
             selection.rows().iter().for_each(|rows| print!(" {rows:>16}"));
             println!();
@@ -73,7 +71,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 for ty in
                     [TensorType::Q4_1, TensorType::Q8_0, TensorType::Q6_K, TensorType::F16, TensorType::F32]
                 {
-                    products(&pool, isa, ty, &selection.rows())?;
+                    products(&pool, isa, ty, &selection.rows(), bandwidth)?;
                 }
             }
             if selection.part("head") {
@@ -103,7 +101,8 @@ fn best(runs: usize, mut run: impl FnMut()) -> f64 {
         .fold(f64::INFINITY, f64::min)
 }
 
-fn bandwidth(pool: &ThreadPool) {
+/// Bytes per second that the threads read from memory.
+fn bandwidth(pool: &ThreadPool) -> f64 {
     let data = vec![1_u64; 32 << 20];
     let seconds = best(7, || {
         pool.run(&|index, of| {
@@ -115,11 +114,7 @@ fn bandwidth(pool: &ThreadPool) {
             black_box(lanes);
         });
     });
-    println!(
-        "reads of 256 MiB, {} threads: {:.1} GB/s",
-        pool.threads(),
-        data.len() as f64 * 8.0 / seconds / 1e9
-    );
+    data.len() as f64 * 8.0 / seconds
 }
 
 /// Bytes that are valid blocks of `ty` (any bytes are, once scales are finite).
@@ -135,6 +130,7 @@ fn products(
     isa: Isa,
     ty: TensorType,
     counts: &[usize],
+    bandwidth: f64,
 ) -> Result<(), Box<dyn std::error::Error>> {
     // Q6_K rows are whole blocks of 256.
     let (width, ffn) = if ty.block_elements() == 256 { (512, 1536) } else { (576, 1536) };
@@ -149,8 +145,9 @@ fn products(
             weights.push((layout, bytes));
         }
     }
-    let bytes: usize = weights.iter().map(|(_, bytes)| bytes.len()).sum();
+    let all_bytes: usize = weights.iter().map(|(_, bytes)| bytes.len()).sum();
     print!("{:10}", format!("{ty}"));
+    let mut one_row = None;
     for &rows in counts {
         let x: Vec<f32> = (0..rows * ffn).map(|i| (i % 97) as f32 / 50.0 - 1.0).collect();
         let mut narrow = Activations::new();
@@ -167,9 +164,35 @@ fn products(
             }
         });
         let macs: usize = weights.iter().map(|(layout, _)| layout.rows() * layout.columns() * rows).sum();
-        print!(" {:>8.1} ({:>5.1})", macs as f64 / seconds / 1e9, bytes as f64 / seconds / 1e9);
+        if rows == 1 {
+            one_row = Some(macs as f64 / seconds);
+        }
+        print!(" {:>8.1} ({:>5.1})", macs as f64 / seconds / 1e9, all_bytes as f64 / seconds / 1e9);
     }
     println!();
+    if let Some(measured) = one_row {
+        // The first matrix alone stays in the second-level caches: what is left is arithmetic.
+        let (layout, bytes) = &weights[0];
+        let x: Vec<f32> = (0..width).map(|i| (i % 97) as f32 / 50.0 - 1.0).collect();
+        let mut activations = Activations::new();
+        activations.set(pool, isa, &x, width, packed.activations())?;
+        let mut out = vec![0.0; layout.rows()];
+        let seconds = best(300, || {
+            let Ok(weights) = Matrix::new(*layout, bytes) else { return };
+            let product = Product { weights, out: &mut out, stride: layout.rows() };
+            let _ = matmul_all(pool, isa, &activations, &mut [product]);
+        });
+        let arithmetic = (layout.rows() * layout.columns()) as f64 / seconds;
+        let macs: usize = weights.iter().map(|(layout, _)| layout.rows() * layout.columns()).sum();
+        let memory = bandwidth * macs as f64 / all_bytes as f64;
+        println!(
+            "{:10} one row: {:.0} % of its bound (memory {:.1}, arithmetic {:.1} GMAC/s)",
+            "",
+            100.0 * measured / memory.min(arithmetic),
+            memory / 1e9,
+            arithmetic / 1e9
+        );
+    }
     Ok(())
 }
 

@@ -36,7 +36,7 @@ struct Args {
     #[arg(long)]
     threads: Option<u32>,
     /// Numbers of sequences that decode together.
-    #[arg(long, value_delimiter = ',', default_value = "1,4,16,32")]
+    #[arg(long, value_delimiter = ',', default_value = "1,4,8,16,32")]
     sequences: Vec<u64>,
 }
 

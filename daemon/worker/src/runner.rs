@@ -25,7 +25,7 @@ use crate::sequence::{Draw, Sequences};
 use crate::weights::Places;
 
 /// Raised when packed weights or keys and values change their meaning under an unchanged layout.
-const CONTENT_VERSION: u32 = 1;
+const CONTENT_VERSION: u32 = 2;
 /// Most rows and most input tokens of a plan that scratch memory is made for.
 const MOST_ROWS: u32 = 4096;
 const MOST_TOKENS: u32 = 65_536;

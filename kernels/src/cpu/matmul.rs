@@ -74,34 +74,40 @@ pub fn matmul_all(
             weights: product.weights,
             out: Disjoint::new(product.out),
             stride: product.stride,
-            run: run_length(&product.weights, pool.threads()),
         })
         .collect();
-    let runs: usize = work.iter().map(Work::runs).sum();
     let next = AtomicUsize::new(0);
-    pool.run(&|_, _| {
-        loop {
-            let mut run = next.fetch_add(1, Ordering::Relaxed);
-            if run >= runs {
-                break;
-            }
-            for work in &work {
-                if run < work.runs() {
-                    work.compute(isa, x, run);
-                    break;
-                }
-                run -= work.runs();
-            }
+    pool.run(&|_, threads| {
+        while let Some((work, panels)) = take(&work, &next, threads) {
+            work.compute(isa, x, panels);
         }
     });
     Ok(())
 }
 
-/// Panels that a thread takes at a time: few enough that threads end together, enough that the hardware prefetcher gets going.
-fn run_length(weights: &Matrix<'_>, threads: usize) -> usize {
-    const RUN_BYTES: usize = 128 * 1024;
-    let panels = weights.layout().panels();
-    (panels / (8 * threads)).clamp(1, RUN_BYTES.div_ceil(weights.layout().panel_bytes()))
+/// The next panels for a thread; `next` counts those of all products.
+///
+/// The first runs are long, so that the hardware prefetcher gets going, and they become shorter and shorter, so that threads end together.
+fn take<'w, 'a>(
+    work: &'w [Work<'a>],
+    next: &AtomicUsize,
+    threads: usize,
+) -> Option<(&'w Work<'a>, Range<usize>)> {
+    let all: usize = work.iter().map(Work::panels).sum();
+    let mut taken = next.load(Ordering::Relaxed);
+    loop {
+        let mut first = taken;
+        let work = work.iter().find(|work| {
+            let here = first < work.panels();
+            first -= if here { 0 } else { work.panels() };
+            here
+        })?;
+        let run = ((all - taken) / (2 * threads)).clamp(1, work.panels() - first);
+        match next.compare_exchange_weak(taken, taken + run, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => return Some((work, first..first + run)),
+            Err(now) => taken = now,
+        }
+    }
 }
 
 fn check(x: &Activations, work: &Product<'_>) -> Result<(), ShapeError> {
@@ -139,18 +145,15 @@ struct Work<'a> {
     weights: Matrix<'a>,
     out: Disjoint<'a, f32>,
     stride: usize,
-    /// Panels in a run.
-    run: usize,
 }
 
 impl Work<'_> {
-    fn runs(&self) -> usize {
-        self.weights.layout().panels().div_ceil(self.run)
+    fn panels(&self) -> usize {
+        self.weights.layout().panels()
     }
 
-    /// The panels of run `run`; each run must be computed by one thread only.
-    fn compute(&self, isa: Isa, x: &Activations, run: usize) {
-        let panels = run * self.run..self.weights.layout().panels().min((run + 1) * self.run);
+    /// Computes `panels`; each panel must be computed by one thread only.
+    fn compute(&self, isa: Isa, x: &Activations, panels: Range<usize>) {
         let mut run = Run { weights: self.weights, panels, out: &self.out, stride: self.stride };
         match isa {
             Isa::Portable => portable::panels(&mut run, x),

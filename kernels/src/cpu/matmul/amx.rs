@@ -2,6 +2,8 @@
 //!
 //! A panel's codes are unpacked once for all rows, [`BLOCK`] units at a time so that they stay in the first-level cache. A group of 32
 //! columns is one tile product: its sums go through memory, and while the next tile product runs they are scaled with 512-bit vectors.
+//!
+//! Tile registers keep sums from one `asm!` to a later one: the compiler has no use for them, since AMX is not among a function's features.
 
 use std::arch::asm;
 use std::arch::x86_64::{
@@ -9,6 +11,7 @@ use std::arch::x86_64::{
     _mm512_fmadd_ps, _mm512_mul_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
     _mm512_setzero_si512, _mm512_srli_epi16, _mm512_xor_si512,
 };
+use std::cell::RefCell;
 use std::marker::PhantomData;
 
 use super::Run;
@@ -23,15 +26,17 @@ const TILE: usize = 16;
 /// Units that are unpacked at a time: 24 KiB of the 48 of the first-level cache.
 const BLOCK: usize = 32;
 
-/// Rows of activations from which tiles are faster than vectors.
-pub(super) const ROWS: usize = 3;
-
 /// Whether the products of so many rows with weights of this type are tiles' work.
 pub(super) const fn suits(ty: PackedType, rows: usize) -> bool {
-    match ty {
-        PackedType::F32 | PackedType::F16 | PackedType::BF16 => false,
-        PackedType::Q4G32 | PackedType::Q8G32 | PackedType::Q8G32Min | PackedType::Q8G16 => rows >= ROWS,
-    }
+    // Measured: below, unpacking costs more than the tile products save. Two products per unit save the least.
+    let least = match ty {
+        PackedType::F32 | PackedType::F16 | PackedType::BF16 => return false,
+        PackedType::Q4G32 => 4,
+        PackedType::Q8G32Min => 6,
+        PackedType::Q8G32 => 9,
+        PackedType::Q8G16 => 16,
+    };
+    rows >= least
 }
 
 /// A unit of a panel, unpacked.
@@ -49,6 +54,20 @@ struct Unit {
 /// Sums of a tile product.
 #[repr(C, align(64))]
 struct Dots([[i32; PANEL]; TILE]);
+
+/// What a thread works with, kept from call to call: clearing it anew would cost as much as a panel.
+struct Scratch {
+    units: [Unit; BLOCK],
+    /// Of one step and the next.
+    buffer: [Dots; 2],
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Box<Scratch>> = RefCell::new(Box::new(Scratch {
+        units: [const { Unit { codes: [[0; 64]; 8], scales: [[0.0; PANEL]; 2], sums: [[0.0; PANEL]; 2] } }; BLOCK],
+        buffer: [const { Dots([[0; PANEL]; TILE]) }; 2],
+    }));
+}
 
 /// What the types differ in.
 trait Format {
@@ -80,8 +99,8 @@ formats! {
     Q8G16: false, false, 2;
 }
 
-/// Shapes of the tile registers, as `ldtilecfg` wants them: 0 to 2 are sums, activations and codes of [`TILE`] rows, 3 to 5 those of the
-/// rows that are left over.
+/// Shapes of the tile registers, as `ldtilecfg` wants them: 0 and 1 are sums and 2 activations of [`TILE`] rows, 4 and 5 are sums and 6
+/// activations of the rows that are left over, and 3 is codes.
 #[repr(C, align(64))]
 struct Shapes {
     palette: u8,
@@ -99,7 +118,9 @@ impl Shapes {
             (shapes.rows[register], shapes.row_bytes[register]) = (rows as u8, row_bytes as u16);
         };
         for (rows, sums, x) in [(TILE, [0, 1], 2), (left.max(1), [4, 5], 6)] {
-            sums.into_iter().for_each(|register| set(register, rows, 64));
+            for register in sums {
+                set(register, rows, 64);
+            }
             set(x, rows, columns);
         }
         set(3, columns / 4, 64);
@@ -113,28 +134,28 @@ impl Shapes {
 /// This process may use AMX.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn panels(run: &mut Run<'_>, x: &Activations) {
-    match run.weights.layout().ty() {
+    SCRATCH.with_borrow_mut(|scratch| match run.weights.layout().ty() {
         PackedType::F32 | PackedType::F16 | PackedType::BF16 => unreachable!("see `suits`"),
         // SAFETY: this function's contract.
-        PackedType::Q4G32 => unsafe { panels_of::<Q4G32>(run, x) },
+        PackedType::Q4G32 => unsafe { panels_of::<Q4G32>(run, x, scratch) },
         // SAFETY: this function's contract.
-        PackedType::Q8G32 => unsafe { panels_of::<Q8G32>(run, x) },
+        PackedType::Q8G32 => unsafe { panels_of::<Q8G32>(run, x, scratch) },
         // SAFETY: this function's contract.
-        PackedType::Q8G32Min => unsafe { panels_of::<Q8G32Min>(run, x) },
+        PackedType::Q8G32Min => unsafe { panels_of::<Q8G32Min>(run, x, scratch) },
         // SAFETY: this function's contract.
-        PackedType::Q8G16 => unsafe { panels_of::<Q8G16>(run, x) },
-    }
+        PackedType::Q8G16 => unsafe { panels_of::<Q8G16>(run, x, scratch) },
+    });
 }
 
 /// # Safety
 /// This process may use AMX.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn panels_of<F: Format>(run: &mut Run<'_>, x: &Activations) {
+unsafe fn panels_of<F: Format>(run: &mut Run<'_>, x: &Activations, scratch: &mut Scratch) {
+    let Scratch { units, buffer } = scratch;
     let rows = Rows::new(x);
     let shapes = Shapes::new(GROUP / F::PARTS, x.rows() % TILE);
     // SAFETY: the process may use AMX by this function's contract; the shapes are 64 bytes in the layout that the instruction wants.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
-    let mut units = [Unit { codes: [[0; 64]; 8], scales: [[0.0; PANEL]; 2], sums: [[0.0; PANEL]; 2] }; BLOCK];
     for panel in run.panels.clone() {
         let bytes = run.weights.panel(panel);
         for (block, packed) in bytes.chunks(BLOCK * F::UNIT).enumerate() {
@@ -151,7 +172,7 @@ unsafe fn panels_of<F: Format>(run: &mut Run<'_>, x: &Activations) {
                     row,
                 };
                 // SAFETY: the tile registers were set up above for the number of rows that are left.
-                unsafe { tile.compute_rows::<F>(run, (x.rows() - row).min(TILE)) };
+                unsafe { tile.compute_rows::<F>(run, buffer, (x.rows() - row).min(TILE)) };
             }
         }
     }
@@ -268,14 +289,14 @@ impl Tile<'_> {
     /// The tile registers are set up for [`TILE`] and for `rows` rows.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn compute_rows<F: Format>(&self, run: &mut Run<'_>, rows: usize) {
+    unsafe fn compute_rows<F: Format>(&self, run: &mut Run<'_>, buffer: &mut [Dots; 2], rows: usize) {
         macro_rules! rows {
             ($($rows:literal)*) => {
                 match rows {
                     // SAFETY: this function's contract.
-                    $($rows => unsafe { self.compute::<F, $rows>(run) },)*
+                    $($rows => unsafe { self.compute::<F, $rows>(run, buffer) },)*
                     // SAFETY: this function's contract.
-                    _ => unsafe { self.compute::<F, TILE>(run) },
+                    _ => unsafe { self.compute::<F, TILE>(run, buffer) },
                 }
             };
         }
@@ -353,7 +374,7 @@ impl Tile<'_> {
     /// The tile registers are set up for [`TILE`] and for `R` rows, and there are so many.
     #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn compute<F: Format, const R: usize>(&self, run: &mut Run<'_>) {
+    unsafe fn compute<F: Format, const R: usize>(&self, run: &mut Run<'_>, buffer: &mut [Dots; 2]) {
         /// Sixteen copies of the body, of which the first `R` are compiled: a loop would keep the sums in memory.
         macro_rules! each_row {
             (|$row:ident| $body:block) => {
@@ -371,7 +392,6 @@ impl Tile<'_> {
         if self.goes_on {
             each_row!(|row| { acc[row] = load_f32s(run.outputs(self.panel, self.row + row)) });
         }
-        let mut buffer = [const { Dots([[0; PANEL]; TILE]) }; 2];
         let steps = units.len() * F::PARTS;
         // SAFETY: `step` 0 is one of `steps`, and the tile registers are set up by this function's contract.
         unsafe { Self::multiply::<F, R>(units, rows, 0) };

@@ -20,7 +20,7 @@ pub(super) fn panels(run: &mut Run<'_>, x: &Activations) {
                     for (&x, unit) in x.floats(row).iter().zip(units) {
                         let weights = column(ty, unit);
                         for (acc, weight) in acc.iter_mut().zip(weights) {
-                            *acc = fused(weight, x, *acc);
+                            *acc = rounded_once(weight, x, *acc);
                         }
                     }
                 }
@@ -35,10 +35,36 @@ pub(super) fn panels(run: &mut Run<'_>, x: &Activations) {
     }
 }
 
+/// Whether the processor is sure to have a fused multiply-add.
+const HAS_FUSED: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
+
 /// `a * b + c`, rounded once where the processor does that as fast as twice.
 #[inline(always)]
 pub(in crate::cpu) fn fused(a: f32, b: f32, c: f32) -> f32 {
-    if cfg!(any(target_arch = "aarch64", target_feature = "fma")) { a.mul_add(b, c) } else { a * b + c }
+    if HAS_FUSED { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// `a * b + c`, rounded once: the bits of the sets that have this as an instruction.
+#[inline(always)]
+fn rounded_once(a: f32, b: f32, c: f32) -> f32 {
+    if HAS_FUSED { a.mul_add(b, c) } else { emulated(a, b, c) }
+}
+
+/// In double precision the product is exact. The sum is rounded to odd, after which rounding to single precision is as if it were the first
+/// (Boldo and Melquiond, 2008).
+#[inline(always)]
+fn emulated(a: f32, b: f32, c: f32) -> f32 {
+    let (product, c) = (f64::from(a) * f64::from(b), f64::from(c));
+    let sum = product + c;
+    // What the sum lost, exactly (Knuth's two-sum).
+    let part = sum - product;
+    let rest = (product - (sum - part)) + (c - part);
+    let bits = sum.to_bits();
+    if rest == 0.0 || !rest.is_finite() || bits & 1 == 1 {
+        return sum as f32;
+    }
+    let away = (rest > 0.0) == (sum > 0.0);
+    f64::from_bits(if away { bits + 1 } else { bits - 1 }) as f32
 }
 
 fn column(ty: PackedType, unit: &[u8]) -> [f32; PANEL] {
@@ -79,7 +105,7 @@ fn group(ty: PackedType, unit: &[u8], x: &[i32; 8], block: &Block, acc: &mut [f3
             let minima = halves(&scales[2 * PANEL..]);
             accumulate(&dots, &sums, &first, block, acc);
             for (acc, min) in acc.iter_mut().zip(minima) {
-                *acc = fused(min, block.sum, *acc);
+                *acc = rounded_once(min, block.sum, *acc);
             }
         }
     }
@@ -132,7 +158,57 @@ fn accumulate(
     acc: &mut [f32; PANEL],
 ) {
     for lane in 0..PANEL {
-        let inner = fused(dots[lane] as f32, block.scale, sums[lane] as f32 * block.zero);
-        acc[lane] = fused(scales[lane], inner, acc[lane]);
+        let inner = rounded_once(dots[lane] as f32, block.scale, sums[lane] as f32 * block.zero);
+        acc[lane] = rounded_once(scales[lane], inner, acc[lane]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_emulated_step_has_the_bits_of_the_fused_one() {
+        let edges = [
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            0.1,
+            3.0,
+            1.5e-45,
+            1.2e-38,
+            1e-30,
+            3.4e38,
+            -3.4e38,
+            16_777_217.0,
+            1e-7,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            f32::NAN,
+            1.0 + f32::EPSILON,
+            1.0 - f32::EPSILON,
+        ];
+        let mut state = 1_u32;
+        let mut random = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            f32::from_bits(state)
+        };
+        let wild: Vec<f32> = (0..60).map(|_| random()).collect();
+        // Sums in which the product and the addend nearly cancel, or differ by so much that one decides the other's rounding.
+        let near: Vec<f32> = (0..60).map(|_| 1.0 + random().to_bits() as f32 / 4e9).collect();
+        for values in [&edges[..], &wild, &near] {
+            for &a in values {
+                for &b in values {
+                    for c in values.iter().flat_map(|&c| [c, -a * b, c * 6e-8, c * 1e8]) {
+                        let (want, got) = (a.mul_add(b, c), emulated(a, b, c));
+                        assert!(
+                            want.to_bits() == got.to_bits() || want.is_nan() && got.is_nan(),
+                            "{a:e} * {b:e} + {c:e}: {got:e} for {want:e}"
+                        );
+                    }
+                }
+            }
+        }
     }
 }
