@@ -18,12 +18,12 @@ pub(crate) struct Load {
 }
 
 impl Load {
-    /// With positions `[start, start + n)` of one more sequence, which draws or not.
-    pub fn with(self, start: usize, n: usize, draws: bool) -> Self {
+    /// With positions `[start, start + n)` of one more sequence, `draws` of which meet the output matrix.
+    pub fn with(self, start: usize, n: usize, draws: u32) -> Self {
         let (first, count) = (start as u64, n as u64);
         Self {
             tokens: self.tokens + n as u32,
-            rows: self.rows + u32::from(draws),
+            rows: self.rows + draws,
             pairs: self.pairs + count * first + count * (count + 1) / 2,
         }
     }
@@ -52,7 +52,7 @@ pub(crate) struct Budget {
 impl Budget {
     /// For a step in which sequences decode at the positions `decoding`.
     pub fn new(config: &SchedulerConfig, decoding: impl Iterator<Item = usize>) -> Self {
-        let load = decoding.fold(Load::default(), |load, position| load.with(position, 1, true));
+        let load = decoding.fold(Load::default(), |load, position| load.with(position, 1, 1));
         let limited = load.tokens > 0 && config.cost.is_known();
         Self {
             cost: config.cost,
@@ -71,7 +71,7 @@ impl Budget {
         let size = self.block_size;
         let mut fit = 0;
         if !self.closed {
-            let fits = |n: usize| self.load.with(start, n, n == all).us(&self.cost) <= target_us;
+            let fits = |n: usize| self.load.with(start, n, u32::from(n == all)).us(&self.cost) <= target_us;
             // More tokens never take less time: `fit` of them fit, `over` do not.
             let mut over = all + 1;
             while fit + 1 < over {
@@ -92,7 +92,7 @@ impl Budget {
 
     /// The step computes positions `[start, start + n)` of a prompt, up to its last where it `draws`.
     pub fn add(&mut self, start: usize, n: usize, draws: bool) {
-        self.load = self.load.with(start, n, draws);
+        self.load = self.load.with(start, n, u32::from(draws));
         self.prompts += n;
     }
 }

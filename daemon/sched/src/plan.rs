@@ -46,7 +46,8 @@ impl StepPlan {
     #[must_use]
     pub fn predicted_us(&self, cost: &StepCost) -> f32 {
         let add = |load: Load, row: &Row| {
-            load.with(row.start.0 as usize, row.inputs.len(), !row.samples.is_empty())
+            let draws = if row.samples.is_empty() { 0 } else { 1 + row.drafts };
+            load.with(row.start.0 as usize, row.inputs.len(), draws)
         };
         self.rows.iter().fold(Load::default(), add).us(cost)
     }
