@@ -66,10 +66,11 @@ def answers(url):
 class Server:
     """A server process with its log; ended by `stop`."""
 
-    def __init__(self, command, work, base=None, cgroup=None):
+    def __init__(self, command, work, base=None, cgroup=None, environment=None):
         self.log, self.base = pathlib.Path(work) / "log", base
         enter = (lambda: (cgroup / "cgroup.procs").write_text(str(os.getpid()))) if cgroup else None
         self.process = subprocess.Popen([str(c) for c in command], stdin=subprocess.DEVNULL, preexec_fn=enter,
+                                        env={**os.environ, **(environment or {})},
                                         stdout=open(self.log, "wb"), stderr=subprocess.STDOUT)
 
     def wait(self, ready, limit=180):
@@ -133,6 +134,17 @@ def llama(slots, f16=False):
     return start
 
 
+def vllm(work, options):
+    """Starts vLLM's CPU server on a Hugging Face directory of the same model."""
+    port = free_port()
+    program, model = options.vllm
+    server = Server([program, "serve", model, "--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", port,
+                     "--dtype", "float32", "--max-model-len", 2048, "--max-num-seqs", 64, "--enforce-eager"], work,
+                    f"http://127.0.0.1:{port}", environment={"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(options.threads)})
+    server.wait(lambda: answers(f"{server.base}/health"), limit=400)
+    return server
+
+
 def quota(cpus):
     """A function that makes a cgroup with a CPU quota of `cpus`, for one server at a time."""
     def make():
@@ -176,6 +188,8 @@ def cases():
         Case("sixteen", "16 streams, 94 in, 128 out", "output", on, llama(32), plain(32, 64), 16, 128, 3.2),
         Case("many", "32 streams, 94 in, 128 out", "output", on, llama(32), plain(32, 64), 32, 128, 3.2),
         Case("shared", "32 at once, 1,000-token prefix, 32 out", "speed", on, llama(8), plain(32, 16, 960), 32, 32, 10.0),
+        Case("many-vllm", "32 streams, 94 in, 128 out; b is vLLM", "output", on, vllm, plain(32, 64), 32, 128, 2.2),
+        Case("shared-vllm", "32 at once, 1,000-token prefix, 32 out; b is vLLM", "speed", on, vllm, plain(32, 16, 960), 32, 32, 4.0),
         Case("edit", "prompt lookup on and off: edits, 1 stream, 96 out", "output", on, off, edits, 1, 96, 1.5),
         Case("chat", "prompt lookup on and off: chat, 1 stream, 128 out", "output", on, off, chats, 1, 128, 0.97),
         Case("chat-warm", "prompt lookup on and off: chat at temperature 0.8, 4 streams", "output", on, off, chats, 4, 128, 0.97, 0.8),
@@ -276,6 +290,7 @@ def main():
     parser.add_argument("--only", help=f"cases, by comma: {', '.join(names)}")
     parser.add_argument("--no-peer", action="store_true", help="this server alone")
     parser.add_argument("--peer-arguments", default="", help="further arguments of llama-server")
+    parser.add_argument("--vllm", nargs=2, metavar=("PROGRAM", "MODEL"), help="vLLM's CPU build and a Hugging Face directory of the model")
     parser.add_argument("--json", type=pathlib.Path, default=CACHE / "bench/cpu.json")
     options = parser.parse_args()
     only = options.only.split(",") if options.only else names
@@ -283,6 +298,9 @@ def main():
         die(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
     if not MODEL.exists():
         die(f"{MODEL} is missing; fetch it: make model")
+    if not options.vllm:
+        only = [name for name in only if not name.endswith("-vllm")]
+        print("vLLM's CPU build is not given (--vllm): no comparison with it")
     options.peer_arguments = options.peer_arguments.split()
     options.peer = None if options.no_peer else peer.build()
     name, flags = peer.cpu()
