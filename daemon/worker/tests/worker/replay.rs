@@ -150,7 +150,7 @@ fn plans_n_and_n_plus_1_run_again_after_a_resync_leave_equal_arenas_and_outputs(
 fn measuring_steps_leaves_a_kv_arena_that_was_taken_over_as_it_was() {
     let (_dir, path) = tiny(&TinyModel::of_type(TensorType::Q4_1));
     let (mut whole, mut first) = (load(&small(&path)), load(&small(&path)));
-    let steps = history(&mut whole, 5);
+    let steps = history(&mut whole, &path, 5);
     let (last, before) = steps.split_last().unwrap();
     for step in before {
         first.run(&step.plan).unwrap();

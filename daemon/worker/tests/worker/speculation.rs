@@ -110,6 +110,7 @@ impl Run<'_> {
             max_drafts: 64,
             // Tokens cost nothing: whatever can be guessed is tried.
             cost: StepCost { body_us: [1.0; StepCost::SIZES.len()], ..StepCost::UNKNOWN },
+            itl_target_us: None,
         });
         scheduler.set_share(TENANT, ShareSpec { floor: Blocks(0), ceiling: Blocks(self.blocks) }).unwrap();
         let mut waiting = requests.iter().cloned();
