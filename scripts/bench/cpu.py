@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""This server and llama.cpp's on one CPU, in one run: A B A B, the same model file, the same client, one at a time.
+"""This server and llama.cpp's (and vLLM's, where it is given) on one CPU, in one run: A B A B, the same model file, the same client, one at a time.
 
   cpu.py [--rounds 5] [--threads 2] [--only CASE,...] [--no-peer] [--json FILE]
 
 Only ratios of one run mean something: machines differ. Other processes' CPU is printed for each figure; where they took more than a tenth
-of a CPU in a round, that pair counts for nothing, and fewer than half of the pairs left means no ratio and exit code 1.
+of a CPU in a round, that pair counts for nothing, and where no more than half of the pairs are left there is no ratio and the exit code is 1.
 """
 import argparse
 import json
@@ -34,10 +34,12 @@ PERIOD_US = 100_000
 class Case:
     """A load, what it is measured by, and who is compared: `a` over `b`, each a function that starts a server."""
 
-    def __init__(self, name, says, metric, a, b, prompts, streams, tokens, bar, temperature=0, busy=False):
+    def __init__(self, name, says, metric, a, b, prompts, streams, tokens, bar, temperature=0, busy=False, own=False):
         self.name, self.says, self.metric, self.a, self.b = name, says, metric, a, b
         self.prompts, self.streams, self.tokens, self.bar = prompts, streams, tokens, bar
         self.temperature, self.busy = temperature, busy
+        # Both sides are this server.
+        self.own = own
 
 
 # What a case is measured by: (heading, unit, function of a level's figures); more is better in all.
@@ -190,13 +192,13 @@ def cases():
         Case("shared", "32 at once, 1,000-token prefix, 32 out", "speed", on, llama(8), plain(32, 16, 960), 32, 32, 10.0),
         Case("many-vllm", "32 streams, 94 in, 128 out; b is vLLM", "output", on, vllm, plain(32, 64), 32, 128, 2.2),
         Case("shared-vllm", "32 at once, 1,000-token prefix, 32 out; b is vLLM", "speed", on, vllm, plain(32, 16, 960), 32, 32, 4.0),
-        Case("edit", "prompt lookup on and off: edits, 1 stream, 96 out", "output", on, off, edits, 1, 96, 1.5),
-        Case("chat", "prompt lookup on and off: chat, 1 stream, 128 out", "output", on, off, chats, 1, 128, 0.97),
-        Case("chat-warm", "prompt lookup on and off: chat at temperature 0.8, 4 streams", "output", on, off, chats, 4, 128, 0.97, 0.8),
+        Case("edit", "prompt lookup on and off: edits, 1 stream, 96 out", "output", on, off, edits, 1, 96, 1.5, own=True),
+        Case("chat", "prompt lookup on and off: chat, 1 stream, 128 out", "output", on, off, chats, 1, 128, 0.97, own=True),
+        Case("chat-warm", "prompt lookup on and off: chat at temperature 0.8, 4 streams", "output", on, off, chats, 4, 128, 0.97, 0.8, own=True),
         Case("half", "half a CPU against all: 16 streams", "economy", ours(threads=False, cgroup=quota(0.5)), ours(threads=False),
-             plain(16, 64), 16, 64, 0.95),
+             plain(16, 64), 16, 64, 0.95, own=True),
         Case("busy", "beside a busy process against alone: 16 streams", "economy", ours(threads=False), ours(threads=False),
-             plain(16, 64), 16, 64, 0.8, busy=True),
+             plain(16, 64), 16, 64, 0.8, busy=True, own=True),
     ]
 
 
@@ -234,7 +236,7 @@ def row(side, turn, value, f):
 def compare(case, options):
     """All rounds of a case, A B A B; its report."""
     heading, unit, value = METRICS[case.metric]
-    with_peer = not options.no_peer or case.metric == "economy" or case.name in ("edit", "chat", "chat-warm")
+    with_peer = not options.no_peer or case.own
     print(f"{case.name}: {case.says}\n  side       turn {unit:>9}  seconds   TTFT50   TTFT99   TPOT50   TPOT99  cached  srv cpu s"
           "     MiB private  others", flush=True)
     sides, pairs = {"a": [], "b": []}, []
@@ -273,11 +275,14 @@ def idle(options):
             before = load.processor(server.process.pid)
             time.sleep(seconds)
             after = load.processor(server.process.pid)
+            worker = next(pid for pid in load.family(server.process.pid)
+                          if os.readlink(f"/proc/{pid}/exe").endswith("/pagedd-worker"))
+            private = load.private_mib(worker)
         finally:
             server.stop()
-    report = {"case": "idle", "cpu_percent": 100 * (after[1] - before[1]) / seconds, "private_mib": after[4]}
-    print(f"idle for {seconds} s after 32 prompts of 512 tokens: {report['cpu_percent']:.2f} % of a CPU; "
-          f"{report['private_mib']:.1f} MiB in memory beyond weights and KV blocks, all processes")
+    report = {"case": "idle", "cpu_percent": 100 * (after[1] - before[1]) / seconds, "private_mib": after[4], "worker_private_mib": private}
+    print(f"idle: for {seconds} s after 32 prompts of 512 tokens {report['cpu_percent']:.2f} % of a CPU; in memory beyond weights and KV "
+          f"blocks {private * 1.048576:.1f} MB in the worker (bar 60), {after[4] * 1.048576:.1f} MB in all processes", flush=True)
     return report
 
 

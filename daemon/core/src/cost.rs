@@ -6,9 +6,9 @@
 /// matrix for `n` sampled rows; attention costs a constant per pair of a query and a position that it sees.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct StepCost {
-    /// All layers without attention, by tokens of the batch.
+    /// What every token costs: all layers but attention and, of the last layer, what follows it, by tokens of the batch.
     pub body_us: [f32; StepCost::SIZES.len()],
-    /// Output matrix and sampling, by sampled rows.
+    /// What a sampled row costs on top: the rest of the last layer, output matrix and sampling, by sampled rows.
     pub head_us: [f32; StepCost::SIZES.len()],
     /// Attention, per (query, position) pair, all layers and heads.
     pub pair_us: f32,

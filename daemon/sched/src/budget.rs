@@ -1,7 +1,7 @@
 //! How much of a step prompts may have beside sequences that decode.
 //!
 //! **Owns** the prediction of what a step in the making takes. **Never** leaves a decoding sequence out, and never holds prompts
-//! up for good: at least a block's tokens of them go into every step.
+//! up for good: at least a block's tokens of them go into every step that has room for them.
 
 use pagedd_core::StepCost;
 
@@ -26,6 +26,16 @@ impl Load {
             rows: self.rows + draws,
             pairs: self.pairs + count * first + count * (count + 1) / 2,
         }
+    }
+
+    /// With `count` guesses, which see `seen` positions together and are all drawn at.
+    pub fn with_guesses(self, count: u32, seen: u64) -> Self {
+        Self { tokens: self.tokens + count, rows: self.rows + count, pairs: self.pairs + seen }
+    }
+
+    /// Rows that are drawn from.
+    pub fn rows(&self) -> u32 {
+        self.rows
     }
 
     /// Predicted time.
@@ -64,8 +74,9 @@ impl Budget {
         }
     }
 
-    /// How many of the positions `[start, end)` of a prompt the step may compute: none, all, or up to a block's end at least.
-    pub fn allowed(&mut self, start: usize, end: usize) -> usize {
+    /// How many of the positions `[start, end)` of a prompt the step may compute: none, all, or up to a block's end at least. Where it is
+    /// none, prompts behind it get none either.
+    pub fn offer(&mut self, start: usize, end: usize) -> usize {
         let all = end - start;
         let Some(target_us) = self.target_us else { return all };
         let size = self.block_size;
@@ -88,6 +99,11 @@ impl Budget {
         }
         self.closed |= fit == 0;
         fit.min(all)
+    }
+
+    /// What the step may still take, in microseconds; `None` where that is not limited.
+    pub fn left_us(&self) -> Option<f32> {
+        self.target_us.map(|target| target - self.load.us(&self.cost))
     }
 
     /// The step computes positions `[start, start + n)` of a prompt, up to its last where it `draws`.

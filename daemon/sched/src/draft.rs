@@ -6,6 +6,7 @@
 
 use pagedd_core::{StepCost, TokenId};
 
+use crate::budget::Load;
 use crate::lookup::{LONGEST, Lookup, Repetition, SHORTEST};
 use crate::plan::{Input, Row, Sampled};
 use crate::reclaim::take;
@@ -100,24 +101,18 @@ struct Candidate {
     guess: Vec<TokenId>,
 }
 
-/// What a step has without guesses.
-#[derive(Clone, Copy, Debug, Default)]
-struct Load {
-    /// Input tokens.
-    tokens: u32,
-    /// Rows that draw.
-    draws: u32,
-    /// Rows of one token that draw.
-    decoding: u32,
-    /// Positions that these see.
-    seen: u64,
-}
-
-/// How many guesses of each candidate to try, `most` in all: as many as make the most tokens of a microsecond.
+/// How many guesses of each candidate to try, `most` in all: as many as make the most tokens of a microsecond, and fit into `left_us`.
 ///
 /// A guess gives a token by the chance that all guesses up to it are right. The likeliest are tried first, and the step's time
-/// is compared with that of its decoding rows alone: prompt tokens beside them are computed at their own price.
-fn depths(cost: &StepCost, load: Load, candidates: &[Candidate], most: usize) -> Vec<usize> {
+/// is compared with that of its `decoding` rows alone: prompt tokens beside them, in `all`, are computed at their own price.
+fn depths(
+    cost: &StepCost,
+    all: Load,
+    decoding: Load,
+    left_us: Option<f32>,
+    candidates: &[Candidate],
+    most: usize,
+) -> Vec<usize> {
     let mut likely: Vec<(f32, usize)> = Vec::new();
     for (at, candidate) in candidates.iter().enumerate() {
         let chances = std::iter::successors(Some(candidate.chance), |chance| Some(chance * candidate.chance));
@@ -126,15 +121,17 @@ fn depths(cost: &StepCost, load: Load, candidates: &[Candidate], most: usize) ->
     likely.sort_by(|(a, _), (b, _)| b.total_cmp(a));
     likely.truncate(most);
     let cost = if cost.is_known() { cost } else { &ASSUMED };
-    let before = cost.step_us(load.tokens, load.draws, 0);
-    let alone = cost.step_us(load.decoding, load.decoding, load.seen);
+    let (before, alone, rows) = (all.us(cost), decoding.us(cost), decoding.rows() as f32);
     let (mut gain, mut seen) = (0.0, 0);
-    let (mut best, mut chosen) = (load.decoding as f32 / alone, 0);
+    let (mut best, mut chosen) = (rows / alone, 0);
     for (number, (chance, at)) in (1..).zip(&likely) {
         gain += chance * BELIEVED;
         seen += candidates[*at].sees as u64;
-        let more = cost.step_us(load.tokens + number, load.draws + number, seen) - before;
-        let rate = (load.decoding as f32 + gain) / (alone + more);
+        let more = all.with_guesses(number, seen).us(cost) - before;
+        if left_us.is_some_and(|left_us| more > left_us) {
+            break;
+        }
+        let rate = (rows + gain) / (alone + more);
         if rate > best {
             (best, chosen) = (rate, number as usize);
         }
@@ -153,19 +150,19 @@ impl Scheduler {
         if most == 0 {
             return;
         }
-        let mut load = Load { tokens: step.plan.input_tokens().0, ..Load::default() };
+        let (mut all, mut decoding) = (Load::default(), Load::default());
         let mut candidates = Vec::new();
         for (at, row) in step.plan.rows.iter().enumerate() {
-            load.draws += u32::from(!row.samples.is_empty());
+            let start = row.start.0 as usize;
+            all = all.with(start, row.inputs.len(), u32::from(!row.samples.is_empty()));
             if row.inputs.len() == 1 && !row.samples.is_empty() {
-                load.decoding += 1;
-                load.seen += u64::from(row.start.0) + 1;
+                decoding = decoding.with(start, 1, 1);
             }
             if let Some((chance, guess)) = self.guess(row) {
                 candidates.push(Candidate { row: at, sees: row.start.0 as usize + 1, chance, guess });
             }
         }
-        let depths = depths(&self.config.cost, load, &candidates, most);
+        let depths = depths(&self.config.cost, all, decoding, step.budget.left_us(), &candidates, most);
         for (Candidate { row, mut guess, .. }, depth) in candidates.into_iter().zip(depths) {
             guess.truncate(depth);
             self.extend_row(step, row, &guess);

@@ -61,7 +61,7 @@ impl Lookup {
     }
 
     fn extend(&mut self, tokens: &[TokenId]) {
-        if tokens.len() > self.last.len() || self.before.len() > tokens.len() {
+        if tokens.len() > self.last.len() {
             self.last = vec![0; tokens.len().next_power_of_two().max(LEAST)];
             self.before.clear();
         }

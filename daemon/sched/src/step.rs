@@ -129,7 +129,7 @@ impl Scheduler {
         let Some(sequence) = self.sequences.get(&id) else { return };
         let Some((start, end)) = sequence.ready() else { return };
         let decodes = sequence.decodes().is_some();
-        let allowed = if decodes { end - start } else { step.budget.allowed(start, end) };
+        let allowed = if decodes { end - start } else { step.budget.offer(start, end) };
         let n = self.chunk(start, end, allowed.min(step.tokens_left));
         if n > 0 {
             match self.secure(step, id, start, n) {
@@ -304,7 +304,7 @@ impl Scheduler {
         let wanted = self.blocks_for(total).0 - found.blocks + u32::from(copy);
         self.room_for(step, account, wanted, found.unreferenced)?;
 
-        let n = self.chunk(begin, total, step.budget.allowed(begin, total).min(step.tokens_left));
+        let n = self.chunk(begin, total, step.budget.offer(begin, total).min(step.tokens_left));
         if n == 0 {
             return Err(WaitReason::Budget);
         }

@@ -271,9 +271,9 @@ pub struct ModelInfo {
 /// What a step takes, in microseconds; see [`pagedd_core::StepCost`].
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct StepCost {
-    /// All layers without attention, at [`pagedd_core::StepCost::SIZES`] tokens.
+    /// What every token costs, at [`pagedd_core::StepCost::SIZES`] tokens.
     pub body_us: [f32; pagedd_core::StepCost::SIZES.len()],
-    /// Output matrix and sampling, at as many rows.
+    /// What a sampled row costs on top, at as many rows.
     pub head_us: [f32; pagedd_core::StepCost::SIZES.len()],
     /// Attention, per pair of a query and a position.
     pub pair_us: f32,
@@ -286,10 +286,13 @@ impl From<pagedd_core::StepCost> for StepCost {
     }
 }
 
+/// What is no time counts as nothing known.
 impl From<StepCost> for pagedd_core::StepCost {
     fn from(cost: StepCost) -> Self {
         let StepCost { body_us, head_us, pair_us } = cost;
-        Self { body_us, head_us, pair_us }
+        let time = |us: &f32| us.is_finite() && *us >= 0.0;
+        let known = body_us.iter().chain(&head_us).all(time) && time(&pair_us);
+        if known { Self { body_us, head_us, pair_us } } else { Self::UNKNOWN }
     }
 }
 

@@ -22,8 +22,9 @@ const LONGEST: Duration = Duration::from_millis(900);
 const PASSES: usize = 5;
 /// Most rows whose logits are computed: logits are the largest scratch memory of all, and would stay.
 const MOST_ROWS: u32 = 32;
-/// Rows, and tokens before each, of the plan that shows what attention takes.
-const FAR_ROWS: u32 = 4;
+/// The size of the plan that shows what attention takes, and the tokens before each of its rows.
+const NEAR: usize = 2;
+const FAR_ROWS: u32 = SIZES[NEAR];
 const FAR: u32 = 1024;
 /// Positions of the private arena: more than caches near a core hold of any model worth measuring, little beside its weights.
 const POSITIONS: u32 = 256;
@@ -35,7 +36,7 @@ enum Probe {
     Body(usize),
     /// As many that are all drawn from.
     Drawn(usize),
-    /// A few rows after many tokens.
+    /// A few rows after many tokens, all drawn from: only then does the last layer attend.
     Far,
 }
 
@@ -46,13 +47,13 @@ const ORDER: [Probe; 15] = [
     Probe::Drawn(0),
     Probe::Body(4),
     Probe::Body(2),
+    Probe::Drawn(NEAR),
     Probe::Far,
     Probe::Drawn(4),
     Probe::Body(6),
     Probe::Body(3),
     Probe::Body(5),
     Probe::Body(1),
-    Probe::Drawn(2),
     Probe::Drawn(5),
     Probe::Body(7),
     Probe::Drawn(3),
@@ -83,7 +84,7 @@ impl Times {
         let (known, i, more) = match probe {
             Probe::Body(i) => (self.body[i], i, 1.0),
             Probe::Drawn(i) => (self.drawn[i], i, 1.5),
-            Probe::Far => (self.far, 2, 2.0),
+            Probe::Far => (self.far, NEAR, 2.0),
         };
         let below = (0..=i).rev().find(|&j| self.body[j].is_finite());
         let by_size = below.map_or(0.0, |j| self.body[j] * (SIZES[i] / SIZES[j]) as f32 * more);
@@ -128,12 +129,17 @@ pub fn measure<E>(limits: &Limits, mut run: impl FnMut(&Plan) -> Result<u64, E>)
             *times.of(probe) = same[(same.len() - 1) / 2];
         }
     }
-    Ok(fit(&times, far_context(limits)))
+    Ok(fit(&times, limits))
+}
+
+/// Most tokens that are rows of their own; more are a part of a prompt.
+fn most_rows(limits: &Limits) -> u32 {
+    limits.max_num_seqs.min(MOST_ROWS as usize) as u32
 }
 
 /// Sequences and rows of a plan; `None` where the limits do not allow it.
 fn plan(probe: Probe, limits: &Limits) -> Option<(Vec<Begin>, Vec<Row>)> {
-    let most_rows = limits.max_num_seqs.min(MOST_ROWS as usize) as u32;
+    let most_rows = most_rows(limits);
     let most_tokens = limits.max_num_batched_tokens as u32;
     let rows: Vec<Row> = match probe {
         Probe::Body(i) | Probe::Drawn(i) if SIZES[i] <= most_rows.min(most_tokens) => {
@@ -147,7 +153,7 @@ fn plan(probe: Probe, limits: &Limits) -> Option<(Vec<Begin>, Vec<Row>)> {
         Probe::Body(_) | Probe::Drawn(_) => return None,
         Probe::Far => {
             let context = far_context(limits)?;
-            (0..FAR_ROWS).map(|seq| row(limits, seq, context, 1, false)).collect()
+            (0..FAR_ROWS).map(|seq| row(limits, seq, context, 1, true)).collect()
         }
     };
     let begin =
@@ -186,9 +192,9 @@ fn row(limits: &Limits, seq: u32, start: u32, count: u32, draws: bool) -> Row {
 }
 
 /// The curves through what was measured.
-fn fit(times: &Times, far_context: Option<u32>) -> StepCost {
-    let near = times.body[2];
-    let pair_us = match far_context {
+fn fit(times: &Times, limits: &Limits) -> StepCost {
+    let near = times.drawn[NEAR];
+    let pair_us = match far_context(limits) {
         Some(context) if times.far.is_finite() && near.is_finite() => {
             (times.far - near).max(0.0) / (FAR_ROWS * context) as f32
         }
@@ -199,7 +205,7 @@ fn fit(times: &Times, far_context: Option<u32>) -> StepCost {
     // The pairs of a part of a prompt; those of single tokens near a sequence's start are few.
     let body = std::array::from_fn(|i| {
         let n = SIZES[i];
-        let pairs = if n > MOST_ROWS { n * (n + 1) / 2 } else { 0 };
+        let pairs = if n > most_rows(limits) { n * (n + 1) / 2 } else { 0 };
         (times.body[i] - pair_us * pairs as f32).max(0.0)
     });
     StepCost { body_us: curve(body), head_us: curve(head), pair_us }

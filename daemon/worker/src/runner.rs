@@ -148,17 +148,21 @@ impl ModelRunner {
             Decoder::new(config, places, weights, isa, threads, tokens, draws).map_err(LoadError::Threads)?;
         let mut runner = Self { decoder, kv, layout, sequences: Sequences::default(), limits, info };
         if hello.measure {
-            runner.measure()?;
+            runner.measure();
         }
         Ok(runner)
     }
 
-    /// Measures what steps take, on a KV arena that is there only meanwhile: of the real one every byte may be needed.
-    fn measure(&mut self) -> Result<(), LoadError> {
+    /// Measures what steps take, on a KV arena that is there only meanwhile: of the real one every byte may be needed. Nothing depends on
+    /// it: where it fails, steps are planned as if time did not count.
+    fn measure(&mut self) {
         let start = Instant::now();
         let capacity = calibrate::blocks(&self.limits);
         let data_bytes = u64::from(capacity) * self.info.block_bytes;
-        let private = Arena::create(Header { kind: Kind::Kv, data_bytes, identity: [0; 32] })?;
+        let private = match Arena::create(Header { kind: Kind::Kv, data_bytes, identity: [0; 32] }) {
+            Ok(private) => private,
+            Err(error) => return tracing::warn!(%error, "steps could not be measured"),
+        };
         let (kv, limits) = (std::mem::replace(&mut self.kv, private), self.limits);
         self.limits.capacity = capacity;
         let cost = calibrate::measure(&limits, |plan| self.run(plan).map(|output| output.compute_us));
@@ -170,10 +174,8 @@ impl ModelRunner {
                 tracing::info!(took_us, ?body_us, ?head_us, pair_us, "steps measured");
                 self.info.cost = cost.into();
             }
-            // Nothing depends on it: steps are planned as if time did not count.
             Err(error) => tracing::warn!(%error, "steps could not be measured"),
         }
-        Ok(())
     }
 
     /// What was loaded.
@@ -246,7 +248,8 @@ impl ModelRunner {
         Ok(output)
     }
 
-    /// Takes a sequence's draws in order, up to the first that is no guess, which stands where no guess was right.
+    /// Takes a sequence's draws in order, up to the first that differs from the guess at its place. Only what a row without guesses draws
+    /// is recorded: no later plan names the others.
     fn take(
         &mut self,
         plan: u64,
@@ -255,7 +258,7 @@ impl ModelRunner {
         drawn: Vec<Result<Sampled, String>>,
         output: &mut Output,
     ) {
-        let certain = guesses.is_empty();
+        let nameable = guesses.is_empty();
         let mut guesses = guesses.iter();
         for (number, drawn) in drawn.into_iter().enumerate() {
             let draw = match drawn {
@@ -271,7 +274,7 @@ impl ModelRunner {
                     Draw::Failed
                 }
             };
-            if certain {
+            if nameable {
                 self.sequences.record(plan, seq, draw);
             }
             if guesses.next().copied().map(Draw::Token) != Some(draw) {

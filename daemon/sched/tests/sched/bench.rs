@@ -172,10 +172,15 @@ impl Bench {
         // One that comes back from preemption is computed anew, however little of it is not in the cache.
         let runs = |row: &Row| plan.begin.iter().all(|begin| begin.seq != row.seq);
         let past_prompt = |row: &Row| row.start.0 as usize >= self.prompts[&row.seq];
-        let decodes =
-            |row: &&Row| row.inputs.len() == 1 && !row.samples.is_empty() && past_prompt(row) && runs(row);
+        let decodes = |row: &&Row| {
+            row.inputs.len() as u32 - row.drafts == 1
+                && !row.samples.is_empty()
+                && past_prompt(row)
+                && runs(row)
+        };
         let decoding = plan.rows.iter().filter(decodes).count();
-        let prompts = plan.input_tokens().0 - decoding as u32;
+        let drafts: u32 = plan.rows.iter().map(|row| row.drafts).sum();
+        let prompts = plan.input_tokens().0 - decoding as u32 - drafts;
         let us = plan.predicted_us(cost);
         assert!(
             decoding == 0 || us <= *target_us as f32 || prompts < 3 * block_size.0,
