@@ -6,18 +6,30 @@
 //! An arena is a memfd: one header page, then data. Its size is sealed before anything else is done with it, so that no
 //! access to the mapping can meet the end of the file. The header is written through the fd, its `complete` word last; an
 //! arena whose maker died before that is not reused.
+//!
+//! The weights lie in large pages where the system grants them: reading them through small ones, the processor spends a quarter of the
+//! time of a decode step on finding pages. A large page takes memory as a whole, so KV blocks, of which few may be in use, have small ones.
 
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 /// Bytes before the data: one page, so that the data are page-aligned.
 pub const HEADER_BYTES: usize = 4096;
+
+/// Bytes of a large page. Where an address of a mapping and the place in the file differ by a multiple of it, a large page of the file is
+/// one of the mapping.
+const LARGE_PAGE: usize = 2 << 20;
+
+/// Bytes that one thread asks large pages for at a time.
+const EXTENT: usize = 16 * LARGE_PAGE;
 
 const MAGIC: [u8; 8] = *b"pagedd\0A";
 const VERSION: u32 = 1;
@@ -130,9 +142,7 @@ impl Header {
 #[derive(Debug)]
 pub struct Arena {
     fd: OwnedFd,
-    base: NonNull<u8>,
-    /// Mapped bytes, header included.
-    len: usize,
+    mapping: Mapping,
     header: Header,
     writable: bool,
 }
@@ -143,6 +153,17 @@ unsafe impl Send for Arena {}
 // SAFETY: through `&Arena` the mapping is only read.
 #[allow(unsafe_code)]
 unsafe impl Sync for Arena {}
+
+/// A range of addresses that is this value's own, and a file mapped into it.
+#[derive(Debug)]
+struct Mapping {
+    room: NonNull<u8>,
+    room_len: usize,
+    /// Where the file begins: a multiple of [`LARGE_PAGE`] in the room.
+    base: NonNull<u8>,
+    /// Bytes of the file.
+    len: usize,
+}
 
 impl Arena {
     /// Makes an arena for `header.data_bytes` bytes, all zero and not yet backed by memory; a page takes memory once written.
@@ -165,8 +186,54 @@ impl Arena {
             Ok(fd)
         };
         let fd = make().map_err(|e| wrap(e.into()))?;
-        let base = map(&fd, len, true).map_err(|e| wrap(e.into()))?;
-        Ok(Self { fd, base, len, header, writable: true })
+        let mapping = Mapping::new(&fd, len, true).map_err(|e| wrap(e.into()))?;
+        Ok(Self { fd, mapping, header, writable: true })
+    }
+
+    /// Puts large pages under the arena as far as they are whole, on `threads` threads, so that all of it takes memory from here on. They are
+    /// the file's own: every later mapping has them too. No byte changes; to be called before anything is written, as that would be copied.
+    ///
+    /// The system's setting for shared memory need not ask for large pages, but it may forbid them.
+    ///
+    /// # Errors
+    /// The system refused, or is older than Linux 6.1; what it gave until then stays. The arena is as good as before, only slower.
+    pub fn enlarge(&self, threads: usize) -> io::Result<()> {
+        let next = AtomicUsize::new(0);
+        let work = || {
+            loop {
+                let first = next.fetch_add(EXTENT, Ordering::Relaxed);
+                if first >= self.mapping.len {
+                    return Ok(());
+                }
+                self.enlarge_part(first..self.mapping.len.min(first + EXTENT))?;
+            }
+        };
+        std::thread::scope(|scope| {
+            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            let own = work();
+            let others = others.into_iter().map(std::thread::ScopedJoinHandle::join);
+            others
+                .map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .fold(own, Result::and)
+        })
+    }
+
+    /// Large pages for `part` of the file, which begins where a large page does.
+    fn enlarge_part(&self, part: Range<usize>) -> io::Result<()> {
+        let whole = part.len() / LARGE_PAGE;
+        if whole == 0 {
+            return Ok(());
+        }
+        // A large page only takes the place of a small one that has memory.
+        for index in 0..whole {
+            let at = part.start + index * LARGE_PAGE;
+            rustix::fs::fallocate(&self.fd, FallocateFlags::KEEP_SIZE, at as u64, 1)?;
+        }
+        let (from, len) = (self.mapping.base.as_ptr().wrapping_add(part.start), whole * LARGE_PAGE);
+        // SAFETY: the part lies in `[base, base + len)`, which is mapped, and its bytes stay what they are.
+        #[allow(unsafe_code)]
+        let result = unsafe { libc::madvise(from.cast(), len, libc::MADV_COLLAPSE) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
     /// Marks the arena as complete: from here on another worker may use it as it is.
@@ -178,7 +245,7 @@ impl Arena {
     pub fn complete(mut self) -> Result<Self, ArenaError> {
         let wrap = |e: rustix::io::Errno| ArenaError {
             kind: self.header.kind,
-            bytes: self.len - HEADER_BYTES,
+            bytes: self.mapping.len - HEADER_BYTES,
             source: e.into(),
         };
         write_at(&self.fd, &COMPLETE.to_le_bytes(), COMPLETE_AT).map_err(wrap)?;
@@ -186,10 +253,8 @@ impl Arena {
             Kind::Kv => {}
             Kind::Weights => {
                 rustix::fs::fcntl_add_seals(&self.fd, SealFlags::FUTURE_WRITE).map_err(wrap)?;
-                let base = map(&self.fd, self.len, false).map_err(wrap)?;
-                let old = std::mem::replace(&mut self.base, base);
+                self.mapping = Mapping::new(&self.fd, self.mapping.len, false).map_err(wrap)?;
                 self.writable = false;
-                unmap(old, self.len);
             }
         }
         Ok(self)
@@ -202,8 +267,8 @@ impl Arena {
     pub fn reuse(fd: OwnedFd, expected: &Header) -> Result<Self, Stale> {
         let len = check(fd.as_fd(), expected)?;
         let writable = expected.kind == Kind::Kv;
-        let base = map(&fd, len, writable).map_err(io::Error::from)?;
-        Ok(Self { fd, base, len, header: *expected, writable })
+        let mapping = Mapping::new(&fd, len, writable).map_err(io::Error::from)?;
+        Ok(Self { fd, mapping, header: *expected, writable })
     }
 
     /// What the header page says.
@@ -213,10 +278,11 @@ impl Arena {
 
     /// The data.
     pub fn data(&self) -> &[u8] {
+        let Mapping { base, len, .. } = self.mapping;
         // SAFETY: `[base, base + len)` is mapped readable until drop; its size is sealed (`create`, `check`), so that every
         // page of it exists; `&self` keeps `data_mut` away, and no other process writes (see the type).
         #[allow(unsafe_code)]
-        let all = unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) };
+        let all = unsafe { std::slice::from_raw_parts(base.as_ptr(), len) };
         &all[HEADER_BYTES..]
     }
 
@@ -225,9 +291,10 @@ impl Arena {
         if !self.writable {
             return &mut [];
         }
+        let Mapping { base, len, .. } = self.mapping;
         // SAFETY: as in `data`; the mapping is writable (checked above), and `&mut self` makes this the only reference.
         #[allow(unsafe_code)]
-        let all = unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) };
+        let all = unsafe { std::slice::from_raw_parts_mut(base.as_ptr(), len) };
         &mut all[HEADER_BYTES..]
     }
 }
@@ -235,12 +302,6 @@ impl Arena {
 impl AsFd for Arena {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
-    }
-}
-
-impl Drop for Arena {
-    fn drop(&mut self) {
-        unmap(self.base, self.len);
     }
 }
 
@@ -287,25 +348,45 @@ fn check(fd: BorrowedFd<'_>, expected: &Header) -> Result<usize, Stale> {
     usize::try_from(size).map_err(|_| Stale::OtherSize { found, expected: size })
 }
 
-fn map(fd: &OwnedFd, len: usize, writable: bool) -> rustix::io::Result<NonNull<u8>> {
-    let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
-    // SAFETY: a null address lets the kernel choose a free range, so no live mapping is replaced; `fd` is a memfd of `len`
-    // bytes whose size is sealed (`create`, `check`).
-    #[allow(unsafe_code)]
-    let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0) }?;
-    // Large pages where the system allows them for shared memory; where it does not, small ones do.
-    // SAFETY: the range is the one just mapped, and the advice changes no byte of it.
-    #[allow(unsafe_code)]
-    let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxHugepage) };
-    NonNull::new(base.cast()).ok_or(rustix::io::Errno::NOMEM)
+impl Mapping {
+    /// Maps the whole of `fd`, a memfd of `len` bytes whose size is sealed.
+    fn new(fd: &OwnedFd, len: usize, writable: bool) -> rustix::io::Result<Self> {
+        // Somewhere in so many bytes a large page begins that leaves room for the file.
+        let room_len = len.checked_add(LARGE_PAGE).ok_or(rustix::io::Errno::NOMEM)?;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a null address lets the kernel choose a free range, so no live mapping is replaced.
+        #[allow(unsafe_code)]
+        let room =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), room_len, ProtFlags::empty(), flags) }?;
+        let room = NonNull::new(room.cast::<u8>()).ok_or(rustix::io::Errno::NOMEM)?;
+        let offset = room.as_ptr().align_offset(LARGE_PAGE);
+        // SAFETY: the offset is below `LARGE_PAGE`, so that it and `len` bytes more lie in the room.
+        #[allow(unsafe_code)]
+        let base = unsafe { room.add(offset) };
+        // From here on an early return gives the room back.
+        let mapping = Self { room, room_len, base, len };
+        let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: what is replaced, `[base, base + len)`, is a part of the room, which nothing else uses; `fd` is a memfd of `len` bytes
+        // whose size is sealed (`create`, `check`).
+        #[allow(unsafe_code)]
+        unsafe { rustix::mm::mmap(base.as_ptr().cast(), len, prot, flags, fd, 0) }?;
+        // Large pages where the system's setting for shared memory leaves them to this advice.
+        // SAFETY: the range is the one just mapped, and the advice changes no byte of it.
+        #[allow(unsafe_code)]
+        let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast(), len, Advice::LinuxHugepage) };
+        Ok(mapping)
+    }
 }
 
-fn unmap(base: NonNull<u8>, len: usize) {
-    // SAFETY: `base` and `len` are what `map` returned and was given, and the caller gives up the last reference into it.
-    #[allow(unsafe_code)]
-    let result = unsafe { rustix::mm::munmap(base.as_ptr().cast(), len) };
-    if let Err(error) = result {
-        tracing::warn!(%error, "arena could not be unmapped");
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the room is this value's own, and no reference into it is left: those of an arena borrow it.
+        #[allow(unsafe_code)]
+        let result = unsafe { rustix::mm::munmap(self.room.as_ptr().cast(), self.room_len) };
+        if let Err(error) = result {
+            tracing::warn!(%error, "arena could not be unmapped");
+        }
     }
 }
 

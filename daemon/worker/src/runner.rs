@@ -380,6 +380,9 @@ fn weights(
         return Err(LoadError::NoMemory { wanted, available });
     }
     let mut arena = Arena::create(header)?;
+    if let Err(why) = arena.enlarge(threads) {
+        tracing::info!(%why, "weights lie in small pages, which are read more slowly");
+    }
     load::fill(source, places, arena.data_mut(), threads, progress)?;
     Ok((arena.complete()?, false))
 }

@@ -11,6 +11,7 @@ fn dup(arena: &Arena) -> OwnedFd {
 fn what_was_written_is_found_again_through_the_fd() {
     for header in [WEIGHTS, KV] {
         let mut arena = Arena::create(header).unwrap();
+        arena.enlarge(1).expect("there is no whole large page to ask for");
         assert_eq!(arena.data().len(), 10_000);
         arena.data_mut()[9_999] = 42;
         let arena = arena.complete().unwrap();
@@ -26,7 +27,8 @@ fn what_was_written_is_found_again_through_the_fd() {
 #[test]
 fn complete_weights_cannot_be_mapped_writable_again() {
     let arena = Arena::create(WEIGHTS).unwrap().complete().unwrap();
-    assert_eq!(map(&arena.fd, arena.len, true).unwrap_err(), rustix::io::Errno::PERM);
+    let error = Mapping::new(&arena.fd, arena.mapping.len, true).unwrap_err();
+    assert_eq!(error, rustix::io::Errno::PERM);
 }
 
 #[test]
@@ -80,4 +82,41 @@ fn an_untouched_arena_takes_no_memory() {
     let arena = Arena::create(Header { data_bytes: 1 << 30, ..KV }).unwrap().complete().unwrap();
     let blocks = rustix::fs::fstat(&arena.fd).unwrap().st_blocks;
     assert!(blocks * 512 < 1 << 20, "{blocks} blocks of 512 bytes");
+}
+
+/// Bytes of a mapping that lie in large pages, by the system's account of it.
+fn large_bytes(mapping: &Mapping) -> usize {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let begins = format!("{:x}-", mapping.base.as_ptr().addr());
+    let (_, own) = smaps.split_once(&format!("\n{begins}")).expect("the mapping is listed");
+    let line = own.lines().find_map(|line| line.strip_prefix("ShmemPmdMapped:")).expect("a count");
+    line.trim().strip_suffix(" kB").unwrap().parse::<usize>().unwrap() * 1024
+}
+
+#[test]
+fn large_pages_change_no_byte_and_a_later_mapping_has_them_too() {
+    let header = Header { data_bytes: (EXTENT + 3 * LARGE_PAGE - HEADER_BYTES + 500) as u64, ..WEIGHTS };
+    let mut arena = Arena::create(header).unwrap();
+    let granted = arena.enlarge(2).is_ok();
+    assert!(arena.data().iter().all(|&byte| byte == 0));
+    let bytes = |at: usize| (at % 251) as u8;
+    arena.data_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = bytes(at));
+    let arena = arena.complete().unwrap();
+    let fd = dup(&arena);
+    drop(arena);
+    let arena = Arena::reuse(fd, &header).unwrap();
+    // The first of them has the header in it, which was read to get here.
+    assert!(arena.data().iter().enumerate().all(|(at, &byte)| byte == bytes(at)));
+    let large = large_bytes(&arena.mapping);
+    assert_eq!(large, if granted { EXTENT + 3 * LARGE_PAGE } else { 0 });
+}
+
+#[test]
+fn large_pages_take_no_more_memory_than_the_arena_has_bytes() {
+    let header = Header { data_bytes: LARGE_PAGE as u64, ..WEIGHTS };
+    let arena = Arena::create(header).unwrap();
+    // Refused or not.
+    let _ = arena.enlarge(1);
+    let taken = rustix::fs::fstat(&arena.fd).unwrap().st_blocks * 512;
+    assert!(taken as usize <= LARGE_PAGE + HEADER_BYTES, "{taken} bytes");
 }
