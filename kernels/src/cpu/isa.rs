@@ -56,9 +56,9 @@ impl Isa {
         Self::ALL.into_iter().filter(|&isa| isa <= self && has(isa)).max().unwrap_or(Self::Portable)
     }
 
-    /// The vectors of a usable set.
-    pub(crate) const fn vectors(self) -> Vectors {
-        match self {
+    /// The vectors of this set, or of the best below it where this processor lacks it.
+    pub(crate) fn vectors(self) -> Vectors {
+        match self.usable() {
             Self::Portable => Vectors::Portable,
             Self::Avx2 | Self::AvxVnni => Vectors::Avx2,
             Self::Avx512Vnni | Self::Amx => Vectors::Avx512,

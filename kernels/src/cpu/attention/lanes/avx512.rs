@@ -6,11 +6,11 @@
 use std::arch::x86_64::{
     __m512, __m512i, _CMP_GT_OQ, _CMP_NLT_UQ, _MM_HINT_T1, _mm_prefetch, _mm256_castps_si256,
     _mm256_cvtph_ps, _mm512_add_ps, _mm512_castsi128_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
-    _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_inserti32x4, _mm512_loadu_ps, _mm512_mask_cmp_ps_mask,
-    _mm512_maskz_scalef_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_permutexvar_epi64, _mm512_reduce_max_ps,
-    _mm512_set1_ps, _mm512_setr_epi64, _mm512_setzero_ps, _mm512_sub_ps, _mm512_unpackhi_epi16,
-    _mm512_unpackhi_epi32, _mm512_unpackhi_epi64, _mm512_unpacklo_epi16, _mm512_unpacklo_epi32,
-    _mm512_unpacklo_epi64, _mm512_zextps256_ps512,
+    _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_inserti32x4, _mm512_mask_cmp_ps_mask, _mm512_maskz_scalef_ps,
+    _mm512_max_ps, _mm512_mul_ps, _mm512_permutexvar_epi64, _mm512_reduce_max_ps, _mm512_set1_ps,
+    _mm512_setr_epi64, _mm512_setzero_ps, _mm512_sub_ps, _mm512_unpackhi_epi16, _mm512_unpackhi_epi32,
+    _mm512_unpackhi_epi64, _mm512_unpacklo_epi16, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
+    _mm512_zextps256_ps512,
 };
 
 use std::ops::Range;
@@ -20,7 +20,7 @@ use crate::cpu::attention::scratch::{Buffers, Partial};
 use crate::cpu::attention::{CHUNK, LANES, PIECE, Sight};
 use crate::cpu::exp;
 use crate::cpu::kv::KvElement;
-use crate::cpu::vector::{load_f32x8, load_i128, load_i256, store_f32x16};
+use crate::cpu::vector::{load_f32x8, load_f32x16, load_i128, load_i256, store_f32x16};
 
 /// Query vectors that meet a chunk together: their scores (two vectors and two sums each) or 4 vectors of their weighted values stay in
 /// registers.
@@ -107,13 +107,6 @@ fn meet(head_dim: usize, sight: &Sight, buffers: &mut Buffers, partial: &mut Par
 /// The head dimension, for the compiler a constant where `D` is not 0: the usual ones have their own loops.
 const fn dimension<const D: usize>(head_dim: usize) -> usize {
     if D == 0 { head_dim } else { D }
-}
-
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn load(values: &[f32; 16]) -> __m512 {
-    // SAFETY: the reference proves 16 readable values; the load needs no more alignment than they have.
-    unsafe { _mm512_loadu_ps(values.as_ptr()) }
 }
 
 /// Keys of half precision to `[head_dim][PIECE]`: turned 8 dimensions at a time, and widened afterwards, since widening from memory is
@@ -261,13 +254,13 @@ fn dots<const R: usize>(q: &[[f32; BLOCK]], keys: [&[[f32; PIECE]]; PIECES], sco
     let q = q.as_chunks::<2>().0;
     let keys = [&keys[0].as_chunks::<2>().0[..q.len()], &keys[1].as_chunks::<2>().0[..q.len()]];
     for i in 0..q.len() {
-        let (x, y) = (load(&keys[0][i][0]), load(&keys[1][i][0]));
+        let (x, y) = (load_f32x16(&keys[0][i][0]), load_f32x16(&keys[1][i][0]));
         for r in 0..R {
             let q = _mm512_set1_ps(q[i][0][r]);
             even[r][0] = _mm512_fmadd_ps(x, q, even[r][0]);
             even[r][1] = _mm512_fmadd_ps(y, q, even[r][1]);
         }
-        let (x, y) = (load(&keys[0][i][1]), load(&keys[1][i][1]));
+        let (x, y) = (load_f32x16(&keys[0][i][1]), load_f32x16(&keys[1][i][1]));
         for r in 0..R {
             let q = _mm512_set1_ps(q[i][1][r]);
             odd[r][0] = _mm512_fmadd_ps(x, q, odd[r][0]);
@@ -295,11 +288,12 @@ fn raise(
     let mut tops = [f32::NEG_INFINITY; 16];
     for (vector, scores) in vectors.clone().zip(&scores[vectors]) {
         let pieces = scores.as_chunks::<PIECE>().0;
-        tops[vector % 16] = _mm512_reduce_max_ps(_mm512_max_ps(load(&pieces[0]), load(&pieces[1])));
+        tops[vector % 16] =
+            _mm512_reduce_max_ps(_mm512_max_ps(load_f32x16(&pieces[0]), load_f32x16(&pieces[1])));
     }
     let max = &mut partial.max.as_chunks_mut::<16>().0[group];
-    let before = load(max);
-    let after = _mm512_max_ps(load(&tops), before);
+    let before = load_f32x16(max);
+    let after = _mm512_max_ps(load_f32x16(&tops), before);
     store_f32x16(after, max);
     // At first there is nothing to scale.
     let some = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(before, _mm512_set1_ps(f32::NEG_INFINITY));
@@ -316,9 +310,9 @@ fn raise(
         let vector = group * 16 + lane;
         let factor = _mm512_set1_ps(factors[lane % 16]);
         let sums = &mut partial.sums[vector];
-        store_f32x16(_mm512_mul_ps(load(sums), factor), sums);
+        store_f32x16(_mm512_mul_ps(load_f32x16(sums), factor), sums);
         for value in &mut partial.values.as_chunks_mut::<16>().0[vector * columns..][..columns] {
-            store_f32x16(_mm512_mul_ps(load(value), factor), value);
+            store_f32x16(_mm512_mul_ps(load_f32x16(value), factor), value);
         }
     }
 }
@@ -332,14 +326,14 @@ fn weigh<const R: usize>(scores: &mut [[f32; CHUNK]], max: &[f32], sums: &mut [[
     for r in 0..R {
         let pieces = scores[r].as_chunks::<PIECE>().0;
         let max = _mm512_set1_ps(max[r]);
-        x[r] = [_mm512_sub_ps(load(&pieces[0]), max), _mm512_sub_ps(load(&pieces[1]), max)];
+        x[r] = [_mm512_sub_ps(load_f32x16(&pieces[0]), max), _mm512_sub_ps(load_f32x16(&pieces[1]), max)];
     }
     let weights = exp_of_negative(&x);
     for r in 0..R {
         let pieces = scores[r].as_chunks_mut::<PIECE>().0;
         store_f32x16(weights[r][0], &mut pieces[0]);
         store_f32x16(weights[r][1], &mut pieces[1]);
-        let sum = _mm512_add_ps(_mm512_add_ps(load(&sums[r]), weights[r][0]), weights[r][1]);
+        let sum = _mm512_add_ps(_mm512_add_ps(load_f32x16(&sums[r]), weights[r][0]), weights[r][1]);
         store_f32x16(sum, &mut sums[r]);
     }
 }
@@ -421,14 +415,14 @@ fn add_of<const R: usize, const C: usize>(
     for r in 0..R {
         let sums = &sums[r * columns + column..][..C];
         for c in 0..C {
-            acc[r][c] = load(&sums[c]);
+            acc[r][c] = load_f32x16(&sums[c]);
         }
     }
     for (t, value) in values.chunks_exact(columns).enumerate().take(CHUNK) {
         let value = &value[column..][..C];
         let mut x = [_mm512_setzero_ps(); C];
         for c in 0..C {
-            x[c] = load(&value[c]);
+            x[c] = load_f32x16(&value[c]);
         }
         for r in 0..R {
             let weight = _mm512_set1_ps(weights[r][t]);
