@@ -28,6 +28,9 @@ pub const HEADER_BYTES: usize = 4096;
 /// one of the mapping.
 const LARGE_PAGE: usize = 2 << 20;
 
+/// Bytes of a small page.
+const SMALL_PAGE: usize = 4096;
+
 /// Bytes that one thread asks large pages for at a time.
 const EXTENT: usize = 16 * LARGE_PAGE;
 
@@ -190,14 +193,43 @@ impl Arena {
         Ok(Self { fd, mapping, header, writable: true })
     }
 
+    /// Takes memory for the arena from each of `nodes` in turn, now and whoever writes to it. What has memory already stays where it is, so this
+    /// comes before the first write. A single node, or none, asks for nothing.
+    ///
+    /// # Errors
+    /// The system refused; the arena is as it was.
+    pub fn spread(&self, nodes: &[u32]) -> io::Result<()> {
+        const BITS: usize = libc::c_ulong::BITS as usize;
+        if nodes.len() < 2 {
+            return Ok(());
+        }
+        let mut mask: Vec<libc::c_ulong> = Vec::new();
+        for &node in nodes {
+            let node = node as usize;
+            mask.resize(mask.len().max(node / BITS + 1), 0);
+            mask[node / BITS] |= 1 << (node % BITS);
+        }
+        // The system takes one bit less than it is told.
+        let bits = mask.len() * BITS + 1;
+        let Mapping { base, len, .. } = self.mapping;
+        // SAFETY: `[base, base + len)` is mapped, and its bytes stay what they are; `mask` has as many bits as are read of it.
+        #[allow(unsafe_code)]
+        let result = unsafe {
+            libc::syscall(libc::SYS_mbind, base.as_ptr(), len, libc::MPOL_INTERLEAVE, mask.as_ptr(), bits, 0)
+        };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
     /// Puts large pages under the arena as far as they are whole, on `threads` threads, so that all of it takes memory from here on. They are
     /// the file's own: every later mapping has them too. No byte changes; to be called before anything is written, as that would be copied.
+    ///
+    /// Of `nodes` memory nodes that the arena was spread over, each gives large pages in turn.
     ///
     /// The system's setting for shared memory need not ask for large pages, but it may forbid them.
     ///
     /// # Errors
     /// The system refused, or is older than Linux 6.1; what it gave until then stays. The arena is as good as before, only slower.
-    pub fn enlarge(&self, threads: usize) -> io::Result<()> {
+    pub fn enlarge(&self, threads: usize, nodes: usize) -> io::Result<()> {
         let next = AtomicUsize::new(0);
         let work = || {
             loop {
@@ -205,7 +237,7 @@ impl Arena {
                 if first >= self.mapping.len {
                     return Ok(());
                 }
-                self.enlarge_part(first..self.mapping.len.min(first + EXTENT))?;
+                self.enlarge_part(first..self.mapping.len.min(first + EXTENT), nodes)?;
             }
         };
         std::thread::scope(|scope| {
@@ -219,14 +251,15 @@ impl Arena {
     }
 
     /// Large pages for `part` of the file, which begins where a large page does.
-    fn enlarge_part(&self, part: Range<usize>) -> io::Result<()> {
+    fn enlarge_part(&self, part: Range<usize>, nodes: usize) -> io::Result<()> {
         let whole = part.len() / LARGE_PAGE;
         if whole == 0 {
             return Ok(());
         }
-        // A large page only takes the place of a small one that has memory.
-        for index in 0..whole {
-            let at = part.start + index * LARGE_PAGE;
+        // A large page takes the place of a small one that has memory, on the same node.
+        let first = part.start / LARGE_PAGE;
+        for large in first..first + whole {
+            let at = small_page(large, nodes) * SMALL_PAGE;
             rustix::fs::fallocate(&self.fd, FallocateFlags::KEEP_SIZE, at as u64, 1)?;
         }
         let (from, len) = (self.mapping.base.as_ptr().wrapping_add(part.start), whole * LARGE_PAGE);
@@ -346,6 +379,14 @@ fn check(fd: BorrowedFd<'_>, expected: &Header) -> Result<usize, Stale> {
         return Err(Stale::OtherSize { found, expected: size });
     }
     usize::try_from(size).map_err(|_| Stale::OtherSize { found, expected: size })
+}
+
+/// The first small page of a large one whose number leaves the same remainder as that of the large one. The system takes nodes in turn by
+/// the number of a page, so a large page's first small one is of the same node every time where there are two.
+fn small_page(large: usize, nodes: usize) -> usize {
+    let first = large * (LARGE_PAGE / SMALL_PAGE);
+    let nodes = nodes.clamp(1, LARGE_PAGE / SMALL_PAGE);
+    first + (large % nodes + nodes - first % nodes) % nodes
 }
 
 impl Mapping {

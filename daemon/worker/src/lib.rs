@@ -11,6 +11,7 @@ pub mod calibrate;
 pub mod forward;
 pub mod load;
 pub mod memory;
+pub mod numa;
 pub mod runner;
 pub mod sample;
 pub mod sequence;

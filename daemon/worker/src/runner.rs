@@ -14,12 +14,13 @@ use pagedd_wire::worker::{
     Device, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Output, Plan, Sampled, SequenceState,
 };
 
-use crate::arena::{self, Arena, Header, Kind};
+use crate::arena::{self, Arena, ArenaError, Header, Kind};
 use crate::batch::{self, Batch, Limits, PlanError};
 use crate::calibrate;
 use crate::forward::Decoder;
 use crate::load::{self, LoadError};
 use crate::memory::{self, KvRequest};
+use crate::numa;
 use crate::sample::{Request, sample};
 use crate::sequence::{Draw, Sequences};
 use crate::weights::Places;
@@ -379,12 +380,22 @@ fn weights(
     if let Some(available) = memory::available().filter(|&available| available < wanted) {
         return Err(LoadError::NoMemory { wanted, available });
     }
-    let mut arena = Arena::create(header)?;
-    if let Err(why) = arena.enlarge(threads) {
+    let nodes = numa::nodes();
+    let mut arena = create(header, &nodes)?;
+    if let Err(why) = arena.enlarge(threads, nodes.len()) {
         tracing::info!(%why, "weights lie in small pages, which are read more slowly");
     }
     load::fill(source, places, arena.data_mut(), threads, progress)?;
     Ok((arena.complete()?, false))
+}
+
+/// A new arena that takes memory from each of `nodes` in turn: the threads run beside all of them.
+fn create(header: Header, nodes: &[u32]) -> Result<Arena, ArenaError> {
+    let arena = Arena::create(header)?;
+    if let Err(why) = arena.spread(nodes) {
+        tracing::warn!(%why, kind = %header.kind, ?nodes, "arena is not spread over memory nodes");
+    }
+    Ok(arena)
 }
 
 fn kv(request: &KvRequest, identity: [u8; 32], fd: Option<OwnedFd>) -> Result<(Arena, bool), LoadError> {
@@ -397,7 +408,7 @@ fn kv(request: &KvRequest, identity: [u8; 32], fd: Option<OwnedFd>) -> Result<(A
     let available = memory::available().unwrap_or(u64::MAX);
     let blocks = request.blocks(available)?;
     let data_bytes = u64::from(blocks) * request.block_bytes;
-    let arena = Arena::create(Header { kind: Kind::Kv, data_bytes, identity })?;
+    let arena = create(Header { kind: Kind::Kv, data_bytes, identity }, &numa::nodes())?;
     Ok((arena.complete()?, false))
 }
 

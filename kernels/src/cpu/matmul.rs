@@ -158,9 +158,14 @@ impl Work<'_> {
         match isa {
             Isa::Portable => portable::panels(&mut run, x),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 | Isa::AvxVnni => {
+            Isa::Avx2 => {
                 // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX2, FMA and F16C.
-                unsafe { avx2::panels(&mut run, x) };
+                unsafe { avx2::plain::panels(&mut run, x) };
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => {
+                // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AVX-VNNI, and those of AVX2.
+                unsafe { avx2::vnni::panels(&mut run, x) };
             }
             #[cfg(target_arch = "x86_64")]
             Isa::Amx if amx::suits(self.weights.layout().ty(), x.rows()) => {

@@ -11,7 +11,7 @@ fn dup(arena: &Arena) -> OwnedFd {
 fn what_was_written_is_found_again_through_the_fd() {
     for header in [WEIGHTS, KV] {
         let mut arena = Arena::create(header).unwrap();
-        arena.enlarge(1).expect("there is no whole large page to ask for");
+        arena.enlarge(1, 1).expect("there is no whole large page to ask for");
         assert_eq!(arena.data().len(), 10_000);
         arena.data_mut()[9_999] = 42;
         let arena = arena.complete().unwrap();
@@ -97,7 +97,7 @@ fn large_bytes(mapping: &Mapping) -> usize {
 fn large_pages_change_no_byte_and_a_later_mapping_has_them_too() {
     let header = Header { data_bytes: (EXTENT + 3 * LARGE_PAGE - HEADER_BYTES + 500) as u64, ..WEIGHTS };
     let mut arena = Arena::create(header).unwrap();
-    let granted = arena.enlarge(2).is_ok();
+    let granted = arena.enlarge(2, 1).is_ok();
     assert!(arena.data().iter().all(|&byte| byte == 0));
     let bytes = |at: usize| (at % 251) as u8;
     arena.data_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = bytes(at));
@@ -116,7 +116,36 @@ fn large_pages_take_no_more_memory_than_the_arena_has_bytes() {
     let header = Header { data_bytes: LARGE_PAGE as u64, ..WEIGHTS };
     let arena = Arena::create(header).unwrap();
     // Refused or not.
-    let _ = arena.enlarge(1);
+    let _ = arena.enlarge(1, 1);
     let taken = rustix::fs::fstat(&arena.fd).unwrap().st_blocks * 512;
     assert!(taken as usize <= LARGE_PAGE + HEADER_BYTES, "{taken} bytes");
+}
+
+#[test]
+fn large_pages_come_from_every_node_in_turn() {
+    for nodes in 1..=16 {
+        for large in 0..100 {
+            let page = small_page(large, nodes);
+            assert_eq!(page * SMALL_PAGE / LARGE_PAGE, large, "{nodes} nodes");
+            assert_eq!(page % nodes, large % nodes, "{nodes} nodes, large page {large}");
+        }
+    }
+}
+
+#[test]
+fn an_arena_is_spread_over_the_nodes_that_are_there_or_left_as_it_was() {
+    let mut arena = Arena::create(KV).unwrap();
+    for one in [&[][..], &[0]] {
+        arena.spread(one).expect("nothing is asked for");
+    }
+    arena.spread(&[1000, 1001]).expect_err("there are no such nodes");
+    // Of these only the first need be there; a container may forbid all of it.
+    let granted = arena.spread(&[0, 1]).is_ok();
+    let begins = format!("{:x} ", arena.mapping.base.as_ptr().addr());
+    let maps = std::fs::read_to_string("/proc/self/numa_maps").unwrap_or_default();
+    if let Some(line) = maps.lines().find(|line| line.starts_with(&begins)) {
+        assert_eq!(line.contains("interleave"), granted, "{line}");
+    }
+    arena.data_mut().fill(3);
+    assert!(arena.data().iter().all(|&byte| byte == 3));
 }
