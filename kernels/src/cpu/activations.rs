@@ -56,6 +56,26 @@ pub(crate) struct Block {
     pub(crate) centres: [i32; 3],
 }
 
+/// Rows from which on matrix tiles pay for weights of some type.
+pub(crate) const LEAST_TILED: usize = 4;
+/// Rows of a matrix tile.
+pub(crate) const TILE: usize = 16;
+
+/// A group of 32 columns of [`TILE`] rows, side by side: what matrix tiles and vectors over rows load from one place.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(crate) struct TileGroup {
+    pub(crate) codes: [[i32; 8]; TILE],
+    pub(crate) scales: [f32; TILE],
+    pub(crate) zeros: [f32; TILE],
+    pub(crate) sums: [f32; TILE],
+}
+
+impl TileGroup {
+    const EMPTY: Self =
+        Self { codes: [[0; 8]; TILE], scales: [0.0; TILE], zeros: [0.0; TILE], sums: [0.0; TILE] };
+}
+
 /// Rows of activations. Made once and set again for every product, so that nothing is allocated in the steady state.
 #[derive(Debug, Default)]
 pub struct Activations {
@@ -66,6 +86,9 @@ pub struct Activations {
     /// `[rows][columns / 32]`, four codes to a word, little-endian.
     codes: Vec<[i32; 8]>,
     blocks: Vec<Block>,
+    /// `[rows / TILE, rounded up][columns / 32]`: codes and parameters once more, where matrix tiles may take them. Rows past the last are left
+    /// open.
+    tiles: Vec<TileGroup>,
     /// A row per thread, between its computation and its codes.
     stage: Vec<f32>,
 }
@@ -96,12 +119,13 @@ impl Activations {
         columns: usize,
         kind: ActivationKind,
     ) -> Result<(), ShapeError> {
-        self.make(pool, x.len(), columns, kind)?;
+        let isa = isa.usable();
+        self.make(pool, isa, x.len(), columns, kind)?;
         if kind != ActivationKind::Int8 {
             self.floats.copy_from_slice(x);
         }
         if kind != ActivationKind::F32 {
-            let (scheme, vectors) = (self.scheme, isa.usable().vectors());
+            let (scheme, vectors) = (self.scheme, isa.vectors());
             let input = x.as_chunks::<GROUP>().0;
             let size = if x.len() <= SMALL { input.len() } else { PART };
             let blocks = Disjoint::new(&mut self.blocks);
@@ -111,6 +135,7 @@ impl Activations {
                 let blocks = unsafe { blocks.part(range.clone()) };
                 quantize_blocks(vectors, scheme, &input[range], codes, blocks);
             });
+            self.fill_tiles(pool);
         }
         Ok(())
     }
@@ -128,8 +153,9 @@ impl Activations {
         kind: ActivationKind,
         each: &(dyn Fn(usize, &mut [f32]) + Sync),
     ) -> Result<(), ShapeError> {
-        self.make(pool, product("activations", &[rows, columns])?, columns, kind)?;
-        let (scheme, vectors) = (self.scheme, isa.usable().vectors());
+        let isa = isa.usable();
+        self.make(pool, isa, product("activations", &[rows, columns])?, columns, kind)?;
+        let (scheme, vectors) = (self.scheme, isa.vectors());
         let groups = self.codes.len() / rows.max(1);
         let (floats, stage) = (Disjoint::new(&mut self.floats), Disjoint::new(&mut self.stage));
         let (codes, blocks) = (Disjoint::new(&mut self.codes), Disjoint::new(&mut self.blocks));
@@ -154,18 +180,19 @@ impl Activations {
         };
         if rows * columns <= SMALL {
             (0..rows).for_each(|row| one(0, row));
-            return Ok(());
-        }
-        let next = AtomicUsize::new(0);
-        pool.run(&|thread, _| {
-            loop {
-                let row = next.fetch_add(1, Ordering::Relaxed);
-                if row >= rows {
-                    break;
+        } else {
+            let next = AtomicUsize::new(0);
+            pool.run(&|thread, _| {
+                loop {
+                    let row = next.fetch_add(1, Ordering::Relaxed);
+                    if row >= rows {
+                        break;
+                    }
+                    one(thread, row);
                 }
-                one(thread, row);
-            }
-        });
+            });
+        }
+        self.fill_tiles(pool);
         Ok(())
     }
 
@@ -173,6 +200,7 @@ impl Activations {
     fn make(
         &mut self,
         pool: &ThreadPool,
+        isa: Isa,
         elements: usize,
         columns: usize,
         kind: ActivationKind,
@@ -197,8 +225,32 @@ impl Activations {
         self.floats.resize(floats, 0.0);
         self.codes.resize(blocks, [0; 8]);
         self.blocks.resize(blocks, Block::default());
+        let tiled = blocks > 0 && isa == Isa::Amx && self.rows >= LEAST_TILED;
+        let tiles = if tiled { self.rows.div_ceil(TILE) * (self.columns / GROUP) } else { 0 };
+        self.tiles.resize(tiles, TileGroup::EMPTY);
         self.stage.resize(self.stage.len().max(self.columns * pool.threads()), 0.0);
         checked.map(|_| ())
+    }
+
+    /// Brings codes and parameters into the order of tiles, where that was made room for.
+    fn fill_tiles(&mut self, pool: &ThreadPool) {
+        let groups = self.columns / GROUP;
+        let (rows, codes, blocks) = (self.rows, &self.codes, &self.blocks);
+        // Parts of a tile's rows, so that two threads share what is a single tile.
+        let size = if self.codes.len() * GROUP <= SMALL { self.tiles.len() } else { groups.min(TILE_PART) };
+        pool.for_parts(&mut self.tiles, size, &|part, tiles| {
+            for (index, tile) in tiles.iter_mut().enumerate() {
+                let (row, group) = ((part * size + index) / groups * TILE, (part * size + index) % groups);
+                let from = (row..rows.min(row + TILE)).map(|row| row * groups + group);
+                for (at, from) in from.enumerate() {
+                    let block = &blocks[from];
+                    tile.codes[at] = codes[from];
+                    tile.scales[at] = block.scale;
+                    tile.zeros[at] = block.zero;
+                    tile.sums[at] = block.sum;
+                }
+            }
+        });
     }
 
     /// Rows.
@@ -242,6 +294,11 @@ impl Activations {
         &self.blocks[row * groups..][..groups]
     }
 
+    /// `[rows / TILE, rounded up][columns / 32]`: the 8-bit form in the order of tiles, if they were set so.
+    pub(crate) fn tiles(&self) -> Option<&[TileGroup]> {
+        (!self.tiles.is_empty()).then_some(&self.tiles)
+    }
+
     /// What the 8-bit form stands for, in single precision.
     ///
     /// # Errors
@@ -263,12 +320,14 @@ impl Activations {
     /// # Errors
     /// The size overflows.
     pub fn bytes(rows: usize, columns: usize) -> Result<usize, ShapeError> {
-        product("activations", &[rows, columns, 6])
+        product("activations", &[rows.next_multiple_of(TILE), columns, 8])
     }
 }
 
 /// Blocks that one thread quantises at a time.
 const PART: usize = 128;
+/// Groups of tiles that one thread fills at a time.
+const TILE_PART: usize = 9;
 
 fn quantize_blocks(
     vectors: Vectors,

@@ -168,7 +168,7 @@ impl Work<'_> {
                 unsafe { avx2::vnni::panels(&mut run, x) };
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx if amx::suits(self.weights.layout().ty(), x.rows()) => {
+            Isa::Amx if amx::suits(self.weights.layout().ty(), x) => {
                 // SAFETY: `matmul_all` made `isa` with `Isa::usable`, which found AMX, the kernel's leave to use it, and all that comes with it.
                 unsafe { amx::panels(&mut run, x) };
             }

@@ -1,7 +1,10 @@
 //! The product with AMX: a panel (16 output rows) against up to [`TILE`] activation rows at a time.
 //!
-//! A panel's codes are unpacked once for all rows, [`BLOCK`] units at a time so that they stay in the first-level cache. A group of 32
-//! columns is one tile product: its sums go through memory, and while the next tile product runs they are scaled with 512-bit vectors.
+//! A panel's codes are unpacked once for all rows, as many units at a time as stay in the first-level cache. A group of 32 columns is one
+//! tile product. Its sums go through memory, and 512-bit vectors scale them.
+//!
+//! Tile products and vectors take turns, [`STEPS`] products long: measured, a tile instruction stops one of the two units for 512-bit fused
+//! multiply-adds for some 50 ns, so that products that run beside the vectors cost more than they hide.
 //!
 //! Tile registers keep sums from one `asm!` to a later one: the compiler has no use for them, since AMX is not among a function's features.
 
@@ -12,31 +15,28 @@ use std::arch::x86_64::{
     _mm512_setzero_si512, _mm512_srli_epi16, _mm512_xor_si512,
 };
 use std::cell::RefCell;
-use std::marker::PhantomData;
 
 use super::Run;
-use crate::cpu::activations::{Activations, Block};
+use crate::cpu::activations::{Activations, LEAST_TILED, TILE, TileGroup};
 use crate::cpu::packed::{GROUP, PANEL, PackedType};
 use crate::cpu::vector::{
     load_f32s, load_f32x16, load_i32x16, load_i256, load_i512, store_f32s, store_f32x16, store_i512,
 };
 
-/// Activation rows of a tile: all that a tile register has.
-const TILE: usize = 16;
-/// Units that are unpacked at a time: 24 KiB of the 48 of the first-level cache.
-const BLOCK: usize = 32;
+/// Tile products in a row: their sums take 18 KiB of the 48 of the first-level cache, and the units about as much.
+const STEPS: usize = 18;
 
-/// Whether the products of so many rows with weights of this type are tiles' work.
-pub(super) const fn suits(ty: PackedType, rows: usize) -> bool {
+/// Whether products with weights of this type are tiles' work.
+pub(super) fn suits(ty: PackedType, x: &Activations) -> bool {
     // Measured: below, unpacking costs more than the tile products save. Two products per unit save the least.
     let least = match ty {
         PackedType::F32 | PackedType::F16 | PackedType::BF16 => return false,
-        PackedType::Q4G32 => 4,
+        PackedType::Q4G32 => LEAST_TILED,
         PackedType::Q8G32Min => 6,
         PackedType::Q8G32 => 9,
         PackedType::Q8G16 => 16,
     };
-    rows >= least
+    x.rows() >= least && x.tiles().is_some()
 }
 
 /// A unit of a panel, unpacked.
@@ -57,15 +57,14 @@ struct Dots([[i32; PANEL]; TILE]);
 
 /// What a thread works with, kept from call to call: clearing it anew would cost as much as a panel.
 struct Scratch {
-    units: [Unit; BLOCK],
-    /// Of one step and the next.
-    buffer: [Dots; 2],
+    units: [Unit; STEPS],
+    dots: [Dots; STEPS],
 }
 
 thread_local! {
     static SCRATCH: RefCell<Box<Scratch>> = RefCell::new(Box::new(Scratch {
-        units: [const { Unit { codes: [[0; 64]; 8], scales: [[0.0; PANEL]; 2], sums: [[0.0; PANEL]; 2] } }; BLOCK],
-        buffer: [const { Dots([[0; PANEL]; TILE]) }; 2],
+        units: [const { Unit { codes: [[0; 64]; 8], scales: [[0.0; PANEL]; 2], sums: [[0.0; PANEL]; 2] } }; STEPS],
+        dots: [const { Dots([[0; PANEL]; TILE]) }; STEPS],
     }));
 }
 
@@ -134,6 +133,8 @@ impl Shapes {
 /// This process may use AMX.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 pub(super) unsafe fn panels(run: &mut Run<'_>, x: &Activations) {
+    let Some(tiles) = x.tiles() else { unreachable!("see `suits`") };
+    let x = (tiles, x.rows());
     SCRATCH.with_borrow_mut(|scratch| match run.weights.layout().ty() {
         PackedType::F32 | PackedType::F16 | PackedType::BF16 => unreachable!("see `suits`"),
         // SAFETY: this function's contract.
@@ -150,29 +151,36 @@ pub(super) unsafe fn panels(run: &mut Run<'_>, x: &Activations) {
 /// # Safety
 /// This process may use AMX.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn panels_of<F: Format>(run: &mut Run<'_>, x: &Activations, scratch: &mut Scratch) {
-    let Scratch { units, buffer } = scratch;
-    let rows = Rows::new(x);
-    let shapes = Shapes::new(GROUP / F::PARTS, x.rows() % TILE);
+unsafe fn panels_of<F: Format>(
+    run: &mut Run<'_>,
+    (x, rows): (&[TileGroup], usize),
+    scratch: &mut Scratch,
+) {
+    let Scratch { units, dots } = scratch;
+    let shapes = Shapes::new(GROUP / F::PARTS, rows % TILE);
     // SAFETY: the process may use AMX by this function's contract; the shapes are 64 bytes in the layout that the instruction wants.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
+    let groups = x.len() / rows.div_ceil(TILE);
+    // Blocks are as long as one another: a short one would take turns in haste.
+    let size = groups.div_ceil(groups.div_ceil(STEPS / F::PARTS));
     for panel in run.panels.clone() {
         let bytes = run.weights.panel(panel);
-        for (block, packed) in bytes.chunks(BLOCK * F::UNIT).enumerate() {
+        for (block, packed) in bytes.chunks(size * F::UNIT).enumerate() {
             let count = packed.len() / F::UNIT;
             for (unit, packed) in units.iter_mut().zip(packed.chunks_exact(F::UNIT)) {
                 unpack::<F>(packed, unit);
             }
-            for row in (0..x.rows()).step_by(TILE) {
+            for (index, x) in x.chunks_exact(groups).enumerate() {
+                let row = index * TILE;
                 let tile = Tile {
                     panel,
                     units: &units[..count],
                     goes_on: block > 0,
-                    rows: rows.from(row, block * BLOCK),
+                    x: &x[block * size..][..count],
                     row,
                 };
                 // SAFETY: the tile registers were set up above for the number of rows that are left.
-                unsafe { tile.compute_rows::<F>(run, buffer, (x.rows() - row).min(TILE)) };
+                unsafe { tile.compute_rows::<F>(run, dots, (rows - row).min(TILE)) };
             }
         }
     }
@@ -219,68 +227,14 @@ fn unpack<F: Format>(packed: &[u8], unit: &mut Unit) {
     }
 }
 
-/// Where the codes and parameters of the activations' rows are.
-#[derive(Clone, Copy)]
-struct Rows<'a> {
-    codes: usize,
-    /// Bytes from the codes of one row to those of the next.
-    code_stride: usize,
-    blocks: usize,
-    block_stride: usize,
-    of: PhantomData<&'a Activations>,
-}
-
-impl<'a> Rows<'a> {
-    /// Rows follow one another without gaps, which the kernel's addresses rely on.
-    fn new(x: &'a Activations) -> Self {
-        let groups = x.columns() / GROUP;
-        let rows = Self {
-            codes: x.codes(0).as_ptr().expose_provenance(),
-            code_stride: groups * size_of::<[i32; 8]>(),
-            blocks: x.blocks(0).as_ptr().expose_provenance(),
-            block_stride: groups * size_of::<Block>(),
-            of: PhantomData,
-        };
-        for row in 1..x.rows() {
-            let codes = x.codes(row).as_ptr().expose_provenance();
-            let blocks = x.blocks(row).as_ptr().expose_provenance();
-            assert_eq!(codes, rows.codes + row * rows.code_stride, "codes of row {row}");
-            assert_eq!(blocks, rows.blocks + row * rows.block_stride, "parameters of row {row}");
-        }
-        rows
-    }
-
-    /// From row `row` and unit `unit` on.
-    fn from(self, row: usize, unit: usize) -> Self {
-        Self {
-            codes: self.codes + row * self.code_stride + unit * size_of::<[i32; 8]>(),
-            blocks: self.blocks + row * self.block_stride + unit * size_of::<Block>(),
-            ..self
-        }
-    }
-
-    /// The parameters of row `row` and unit `unit`.
-    ///
-    /// # Safety
-    /// There are such a row and such a unit.
-    #[inline(always)]
-    unsafe fn block(self, row: usize, unit: usize) -> &'a Block {
-        // Four addresses reach sixteen rows: a processor adds up to three strides for nothing.
-        let fourth = self.blocks + unit * size_of::<Block>() + row / 4 * (4 * self.block_stride);
-        let address = fourth + row % 4 * self.block_stride;
-        // SAFETY: `new` exposed the slices of all rows and checked where they are; the activations are borrowed.
-        unsafe { &*std::ptr::with_exposed_provenance(address) }
-    }
-}
-
 /// Units of a panel that meet the activation rows from `row` on.
 struct Tile<'a> {
     panel: usize,
     units: &'a [Unit],
     /// Whether there were other units before these.
     goes_on: bool,
-    /// From `row` and the first of the units on.
-    rows: Rows<'a>,
+    /// Of the rows from `row` on, the groups that the units meet.
+    x: &'a [TileGroup],
     row: usize,
 }
 
@@ -289,41 +243,41 @@ impl Tile<'_> {
     /// The tile registers are set up for [`TILE`] and for `rows` rows.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn compute_rows<F: Format>(&self, run: &mut Run<'_>, buffer: &mut [Dots; 2], rows: usize) {
+    unsafe fn compute_rows<F: Format>(&self, run: &mut Run<'_>, dots: &mut [Dots; STEPS], rows: usize) {
         macro_rules! rows {
             ($($rows:literal)*) => {
                 match rows {
                     // SAFETY: this function's contract.
-                    $($rows => unsafe { self.compute::<F, $rows>(run, buffer) },)*
+                    $($rows => unsafe { self.compute::<F, $rows>(run, dots) },)*
                     // SAFETY: this function's contract.
-                    _ => unsafe { self.compute::<F, TILE>(run, buffer) },
+                    _ => unsafe { self.compute::<F, TILE>(run, dots) },
                 }
             };
         }
         rows!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
     }
 
-    /// Starts the sums of products of step `step` (a unit, or a part of one), in register `step % 2` of two.
+    /// Starts the sums of products of step `step` (a unit, or a part of one, of which these are), in register `step % 2` of two.
     ///
     /// # Safety
-    /// The tile registers are set up for [`TILE`] and for `R` rows, there are so many, and `step` is below the number of units times that of
-    /// parts.
+    /// The tile registers are set up for [`TILE`] and for `R` rows.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn multiply<F: Format, const R: usize>(units: &[Unit], rows: Rows<'_>, step: usize) {
+    unsafe fn multiply<F: Format, const R: usize>(unit: &Unit, x: &TileGroup, step: usize) {
+        let part = step % F::PARTS;
         macro_rules! product {
             ($multiply:literal, $sums:literal, $x:literal) => {
-                // SAFETY: the activations' rows are `code_stride` apart and have the columns of this step, and the codes are rows of 64
-                // bytes; the registers have these shapes.
+                // SAFETY: the activations' rows are `row` apart and have the columns of this part, and the codes are rows of 64 bytes; the
+                // registers have these shapes.
                 unsafe {
                     asm!(
                         concat!("tilezero ", $sums),
-                        concat!("tileloadd ", $x, ", [{x} + {stride}]"),
+                        concat!("tileloadd ", $x, ", [{x} + {row}]"),
                         "tileloadd tmm3, [{codes} + {line}]",
                         concat!($multiply, " ", $sums, ", ", $x, ", tmm3"),
-                        x = in(reg) rows.codes + step * (GROUP / F::PARTS),
-                        stride = in(reg) rows.code_stride,
-                        codes = in(reg) units[step / F::PARTS].codes[step % F::PARTS * 4..].as_ptr(),
+                        x = in(reg) x.codes.as_ptr().cast::<u8>().wrapping_add(part * (GROUP / F::PARTS)),
+                        row = in(reg) size_of::<[i32; 8]>(),
+                        codes = in(reg) unit.codes[part * 4..].as_ptr(),
                         line = in(reg) 64_usize,
                         options(nostack, preserves_flags, readonly),
                     );
@@ -374,7 +328,7 @@ impl Tile<'_> {
     /// The tile registers are set up for [`TILE`] and for `R` rows, and there are so many.
     #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn compute<F: Format, const R: usize>(&self, run: &mut Run<'_>, buffer: &mut [Dots; 2]) {
+    unsafe fn compute<F: Format, const R: usize>(&self, run: &mut Run<'_>, dots: &mut [Dots; STEPS]) {
         /// Sixteen copies of the body, of which the first `R` are compiled: a loop would keep the sums in memory.
         macro_rules! each_row {
             (|$row:ident| $body:block) => {
@@ -387,46 +341,41 @@ impl Tile<'_> {
                 }
             )*};
         }
-        let (units, rows) = (self.units, self.rows);
+        let mut step = 0;
+        for (unit, x) in self.units.iter().zip(self.x) {
+            for _ in 0..F::PARTS {
+                // SAFETY: the tile registers are set up by this function's contract.
+                unsafe { Self::multiply::<F, R>(unit, x, step) };
+                if step > 0 {
+                    // SAFETY: that step was started, and one after it.
+                    unsafe { Self::finish::<R>(step - 1, &mut dots[step - 1]) };
+                }
+                step += 1;
+            }
+        }
+        // SAFETY: there is a step, and the last was started last.
+        unsafe { Self::finish::<R>(step - 1, &mut dots[step - 1]) };
         let mut acc = [_mm512_setzero_ps(); TILE];
         if self.goes_on {
             each_row!(|row| { acc[row] = load_f32s(run.outputs(self.panel, self.row + row)) });
         }
-        let steps = units.len() * F::PARTS;
-        // SAFETY: `step` 0 is one of `steps`, and the tile registers are set up by this function's contract.
-        unsafe { Self::multiply::<F, R>(units, rows, 0) };
-        if steps > 1 {
-            // SAFETY: as above.
-            unsafe { Self::multiply::<F, R>(units, rows, 1) };
-        }
-        // SAFETY: `step` 0 was started, and one after it.
-        unsafe { Self::finish::<R>(0, &mut buffer[0]) };
-        for step in 0..steps {
-            if step + 2 < steps {
-                // SAFETY: as above.
-                unsafe { Self::multiply::<F, R>(units, rows, step + 2) };
+        let mut dots = dots.iter();
+        for (unit, x) in self.units.iter().zip(self.x) {
+            for part in 0..F::PARTS {
+                let Some(Dots(dots)) = dots.next() else { break };
+                let scale = load_f32x16(&unit.scales[part]);
+                let second = load_f32x16(&unit.scales[1]);
+                let sums = load_f32x16(&unit.sums[part]);
+                each_row!(|row| {
+                    let dot = _mm512_cvtepi32_ps(load_i32x16(&dots[row]));
+                    let inner = _mm512_mul_ps(sums, _mm512_set1_ps(x.zeros[row]));
+                    let inner = _mm512_fmadd_ps(dot, _mm512_set1_ps(x.scales[row]), inner);
+                    acc[row] = _mm512_fmadd_ps(scale, inner, acc[row]);
+                    if F::MIN {
+                        acc[row] = _mm512_fmadd_ps(second, _mm512_set1_ps(x.sums[row]), acc[row]);
+                    }
+                });
             }
-            if step + 1 < steps {
-                // SAFETY: the step was started, and one after it.
-                unsafe { Self::finish::<R>(step + 1, &mut buffer[(step + 1) % 2]) };
-            }
-            let (index, part) = (step / F::PARTS, step % F::PARTS);
-            let unit = &units[index];
-            let scale = load_f32x16(&unit.scales[part]);
-            let second = load_f32x16(&unit.scales[1]);
-            let sums = load_f32x16(&unit.sums[part]);
-            let dots = &buffer[step % 2].0;
-            each_row!(|row| {
-                // SAFETY: the row is one of `R`, and `index` one of the units.
-                let block = unsafe { rows.block(row, index) };
-                let dot = _mm512_cvtepi32_ps(load_i32x16(&dots[row]));
-                let inner = _mm512_mul_ps(sums, _mm512_set1_ps(block.zero));
-                let inner = _mm512_fmadd_ps(dot, _mm512_set1_ps(block.scale), inner);
-                acc[row] = _mm512_fmadd_ps(scale, inner, acc[row]);
-                if F::MIN {
-                    acc[row] = _mm512_fmadd_ps(second, _mm512_set1_ps(block.sum), acc[row]);
-                }
-            });
         }
         each_row!(|row| { store_f32s(acc[row], run.outputs(self.panel, self.row + row)) });
     }
