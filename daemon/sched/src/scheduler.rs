@@ -60,12 +60,13 @@ pub(crate) struct MadeCopy {
 }
 
 impl Scheduler {
-    /// A scheduler with no tenants. A `block_size` below 2 is taken as 2, and a limit of 0 as 1.
+    /// A scheduler with no tenants. A `block_size` below 2 is taken as 2, a limit of 0 as 1, and no more sequences run than a step has
+    /// tokens, so that each of them gets its own in every step.
     #[must_use]
     pub fn new(mut config: SchedulerConfig) -> Self {
         config.block_size.0 = config.block_size.0.max(2);
-        config.max_num_seqs = config.max_num_seqs.max(1);
         config.max_num_batched_tokens.0 = config.max_num_batched_tokens.0.max(1);
+        config.max_num_seqs = config.max_num_seqs.clamp(1, config.max_num_batched_tokens.0);
         Self {
             pool: BlockPool::new(config.capacity),
             hasher: PrefixHasher::new(config.cache_key),

@@ -56,6 +56,8 @@ pub(crate) struct Step {
     pub plan: StepPlan,
     flight: Flight,
     pub tokens_left: usize,
+    /// Of these, for sequences that decode and are still to come: each gets its token, whoever is older.
+    promised: usize,
     pub budget: Budget,
     pub claims: Claims,
     /// Blocks that running sequences still need for tokens they have, by account and in all: nobody else starts on these.
@@ -65,6 +67,13 @@ pub(crate) struct Step {
     pub lending_closed: bool,
     /// Seats kept for sequences whose blocks are on the way.
     kept_seats: usize,
+}
+
+impl Step {
+    /// Tokens that prompts may have.
+    fn prompt_tokens_left(&self) -> usize {
+        self.tokens_left.saturating_sub(self.promised)
+    }
 }
 
 /// What became of a running sequence that asked for blocks.
@@ -83,6 +92,8 @@ impl Scheduler {
         self.waits.clear();
         let mut preempted = false;
         let claims = self.reclaim(&mut preempted);
+        let decoding: Vec<usize> =
+            self.running.iter().filter_map(|id| self.sequences.get(id)?.decodes()).collect();
         let mut step = Step {
             plan: StepPlan {
                 id: self.next_plan,
@@ -93,10 +104,8 @@ impl Scheduler {
             },
             flight: Flight { id: self.next_plan, copies: Vec::new(), begun: Vec::new(), forked: Vec::new() },
             tokens_left: self.config.max_num_batched_tokens.0 as usize,
-            budget: Budget::new(
-                &self.config,
-                self.running.iter().filter_map(|id| self.sequences.get(id)?.decodes()),
-            ),
+            promised: decoding.len(),
+            budget: Budget::new(&self.config, decoding.into_iter()),
             claims,
             outstanding: Vec::new(),
             outstanding_total: 0,
@@ -129,8 +138,13 @@ impl Scheduler {
         let Some(sequence) = self.sequences.get(&id) else { return };
         let Some((start, end)) = sequence.ready() else { return };
         let decodes = sequence.decodes().is_some();
-        let allowed = if decodes { end - start } else { step.budget.offer(start, end) };
-        let n = self.chunk(start, end, allowed.min(step.tokens_left));
+        let allowed = if decodes {
+            step.promised -= 1;
+            step.tokens_left
+        } else {
+            step.prompt_tokens_left().min(step.budget.offer(start, end))
+        };
+        let n = self.chunk(start, end, allowed);
         if n > 0 {
             match self.secure(step, id, start, n) {
                 Secured::Blocks(leases) => {
@@ -156,12 +170,13 @@ impl Scheduler {
         }
     }
 
-    /// How many of the positions `[start, end)` to compute, `most` at most: a part ends at a block's end where it can.
+    /// How many of the positions `[start, end)` to compute, `most` at most: a part ends at a block's end where that leaves it half of
+    /// its length.
     fn chunk(&self, start: usize, end: usize, most: usize) -> usize {
         let n = (end - start).min(most);
         let size = self.config.block_size.0 as usize;
         let aligned = (start + n) / size * size;
-        if start + n < end && aligned > start { aligned - start } else { n }
+        if start + n < end && aligned >= start + n.div_ceil(2) { aligned - start } else { n }
     }
 
     /// Gets a running sequence the blocks for positions `[start, start + n)`, at the cost of younger ones, or of itself.
@@ -244,7 +259,7 @@ impl Scheduler {
         while let Some((within_floor, id, place)) = self.next_to_start(&open, oldest) {
             let tenant = open[place];
             let seats = self.config.max_num_seqs as usize;
-            let full = self.running.len() + step.kept_seats >= seats || step.tokens_left == 0;
+            let full = self.running.len() + step.kept_seats >= seats || step.prompt_tokens_left() == 0;
             let refused = if full { Some(WaitReason::Budget) } else { self.start(step, id).err() };
             if let Some(reason) = refused {
                 if matches!(reason, WaitReason::Exhausted { .. }) {
@@ -304,7 +319,7 @@ impl Scheduler {
         let wanted = self.blocks_for(total).0 - found.blocks + u32::from(copy);
         self.room_for(step, account, wanted, found.unreferenced)?;
 
-        let n = self.chunk(begin, total, step.budget.offer(begin, total).min(step.tokens_left));
+        let n = self.chunk(begin, total, step.budget.offer(begin, total).min(step.prompt_tokens_left()));
         if n == 0 {
             return Err(WaitReason::Budget);
         }
