@@ -3,8 +3,8 @@
 //! A panel's codes are unpacked once for all rows, as many units at a time as stay in the first-level cache. A group of 32 columns is one
 //! tile product. Its sums go through memory, and 512-bit vectors scale them.
 //!
-//! Tile products and vectors take turns, [`STEPS`] products long: measured, a tile instruction stops one of the two units for 512-bit fused
-//! multiply-adds for some 50 ns, so that products that run beside the vectors cost more than they hide.
+//! Tile products and vectors take turns, [`STEPS`] products long: measured, a tile instruction stops one of the two units for 512-bit
+//! multiplications and conversions for some 50 ns, so that products that run beside the vectors cost more than they hide.
 //!
 //! Tile registers keep sums from one `asm!` to a later one: the compiler has no use for them, since AMX is not among a function's features.
 
@@ -23,8 +23,8 @@ use crate::cpu::vector::{
     load_f32s, load_f32x16, load_i32x16, load_i256, load_i512, store_f32s, store_f32x16, store_i512,
 };
 
-/// Tile products in a row: their sums take 18 KiB of the 48 of the first-level cache, and the units about as much.
-const STEPS: usize = 18;
+/// Tile products in a row: their sums take 16 KiB of the 48 of the first-level cache, the units 12 and the activations 11.
+const STEPS: usize = 16;
 
 /// Whether products with weights of this type are tiles' work.
 pub(super) fn suits(ty: PackedType, x: &Activations) -> bool {
@@ -151,11 +151,7 @@ pub(super) unsafe fn panels(run: &mut Run<'_>, x: &Activations) {
 /// # Safety
 /// This process may use AMX.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn panels_of<F: Format>(
-    run: &mut Run<'_>,
-    (x, rows): (&[TileGroup], usize),
-    scratch: &mut Scratch,
-) {
+unsafe fn panels_of<F: Format>(run: &mut Run<'_>, (x, rows): (&[TileGroup], usize), scratch: &mut Scratch) {
     let Scratch { units, dots } = scratch;
     let shapes = Shapes::new(GROUP / F::PARTS, rows % TILE);
     // SAFETY: the process may use AMX by this function's contract; the shapes are 64 bytes in the layout that the instruction wants.
@@ -167,20 +163,29 @@ unsafe fn panels_of<F: Format>(
         let bytes = run.weights.panel(panel);
         for (block, packed) in bytes.chunks(size * F::UNIT).enumerate() {
             let count = packed.len() / F::UNIT;
-            for (unit, packed) in units.iter_mut().zip(packed.chunks_exact(F::UNIT)) {
-                unpack::<F>(packed, unit);
-            }
             for (index, x) in x.chunks_exact(groups).enumerate() {
                 let row = index * TILE;
-                let tile = Tile {
-                    panel,
-                    units: &units[..count],
-                    goes_on: block > 0,
-                    x: &x[block * size..][..count],
-                    row,
-                };
-                // SAFETY: the tile registers were set up above for the number of rows that are left.
-                unsafe { tile.compute_rows::<F>(run, dots, (rows - row).min(TILE)) };
+                let x = &x[block * size..][..count];
+                let products = TileProducts { x, full: rows - row >= TILE };
+                let mut step = 0;
+                if row == 0 {
+                    for (index, packed) in packed.chunks_exact(F::UNIT).enumerate() {
+                        unpack::<F>(packed, &mut units[index]);
+                        // One unit later, when what was unpacked has come to the cache.
+                        while step < index * F::PARTS {
+                            // SAFETY: the tile registers were set up above.
+                            unsafe { products.step::<F>(&units[..count], step, dots) };
+                            step += 1;
+                        }
+                    }
+                }
+                while step <= count * F::PARTS {
+                    // SAFETY: as above.
+                    unsafe { products.step::<F>(&units[..count], step, dots) };
+                    step += 1;
+                }
+                let tile = Tile { panel, units: &units[..count], goes_on: block > 0, x, row };
+                tile.scale_rows::<F>(run, dots, (rows - row).min(TILE));
             }
         }
     }
@@ -227,43 +232,39 @@ fn unpack<F: Format>(packed: &[u8], unit: &mut Unit) {
     }
 }
 
-/// Units of a panel that meet the activation rows from `row` on.
-struct Tile<'a> {
-    panel: usize,
-    units: &'a [Unit],
-    /// Whether there were other units before these.
-    goes_on: bool,
-    /// Of the rows from `row` on, the groups that the units meet.
+/// The tile products of up to [`TILE`] activation rows with units of a panel.
+struct TileProducts<'a> {
+    /// The groups that the units meet.
     x: &'a [TileGroup],
-    row: usize,
+    /// Whether there are [`TILE`] rows; otherwise these are those that are left over.
+    full: bool,
 }
 
-impl Tile<'_> {
+impl TileProducts<'_> {
+    /// Starts the products of step `step` and stores the sums of the step before. The step after the last only stores.
+    ///
     /// # Safety
-    /// The tile registers are set up for [`TILE`] and for `rows` rows.
+    /// The tile registers are set up, also for the number of rows that are left over. The step before is the one that was started last.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn compute_rows<F: Format>(&self, run: &mut Run<'_>, dots: &mut [Dots; STEPS], rows: usize) {
-        macro_rules! rows {
-            ($($rows:literal)*) => {
-                match rows {
-                    // SAFETY: this function's contract.
-                    $($rows => unsafe { self.compute::<F, $rows>(run, dots) },)*
-                    // SAFETY: this function's contract.
-                    _ => unsafe { self.compute::<F, TILE>(run, dots) },
-                }
-            };
+    unsafe fn step<F: Format>(&self, units: &[Unit], step: usize, dots: &mut [Dots; STEPS]) {
+        if let (Some(unit), Some(x)) = (units.get(step / F::PARTS), self.x.get(step / F::PARTS)) {
+            // SAFETY: this function's contract.
+            unsafe { self.multiply::<F>(unit, x, step) };
         }
-        rows!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
+        if step > 0 {
+            // SAFETY: this function's contract.
+            unsafe { self.finish(step - 1, &mut dots[step - 1]) };
+        }
     }
 
     /// Starts the sums of products of step `step` (a unit, or a part of one, of which these are), in register `step % 2` of two.
     ///
     /// # Safety
-    /// The tile registers are set up for [`TILE`] and for `R` rows.
+    /// The tile registers are set up, also for the number of rows that are left over.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn multiply<F: Format, const R: usize>(unit: &Unit, x: &TileGroup, step: usize) {
+    unsafe fn multiply<F: Format>(&self, unit: &Unit, x: &TileGroup, step: usize) {
         let part = step % F::PARTS;
         macro_rules! product {
             ($multiply:literal, $sums:literal, $x:literal) => {
@@ -284,7 +285,7 @@ impl Tile<'_> {
                 }
             };
         }
-        match (F::MIN, R == TILE, step % 2) {
+        match (F::MIN, self.full, step % 2) {
             (true, true, 0) => product!("tdpbsud", "tmm0", "tmm2"),
             (true, true, _) => product!("tdpbsud", "tmm1", "tmm2"),
             (true, false, 0) => product!("tdpbsud", "tmm4", "tmm6"),
@@ -299,10 +300,10 @@ impl Tile<'_> {
     /// Stores the sums of step `step`.
     ///
     /// # Safety
-    /// [`Tile::multiply`] was called for the step, and since then for one other at most.
+    /// [`TileProducts::multiply`] was called for the step, and since then for one other at most.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn finish<const R: usize>(step: usize, dots: &mut Dots) {
+    unsafe fn finish(&self, step: usize, dots: &mut Dots) {
         macro_rules! store {
             ($sums:literal) => {
                 // SAFETY: there is room for `TILE` rows of 64 bytes.
@@ -316,19 +317,45 @@ impl Tile<'_> {
                 }
             };
         }
-        match (R == TILE, step % 2) {
+        match (self.full, step % 2) {
             (true, 0) => store!("tmm0"),
             (true, _) => store!("tmm1"),
             (false, 0) => store!("tmm4"),
             (false, _) => store!("tmm5"),
         }
     }
+}
 
-    /// # Safety
-    /// The tile registers are set up for [`TILE`] and for `R` rows, and there are so many.
+/// Units of a panel that met the activation rows from `row` on.
+struct Tile<'a> {
+    panel: usize,
+    units: &'a [Unit],
+    /// Whether there were other units before these.
+    goes_on: bool,
+    /// Of the rows from `row` on, the groups that the units meet.
+    x: &'a [TileGroup],
+    row: usize,
+}
+
+impl Tile<'_> {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn scale_rows<F: Format>(&self, run: &mut Run<'_>, dots: &[Dots; STEPS], rows: usize) {
+        macro_rules! rows {
+            ($($rows:literal)*) => {
+                match rows {
+                    $($rows => self.scale::<F, $rows>(run, dots),)*
+                    _ => self.scale::<F, TILE>(run, dots),
+                }
+            };
+        }
+        rows!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15);
+    }
+
+    /// Adds to the outputs of `R` rows what the sums of their products give.
     #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-    unsafe fn compute<F: Format, const R: usize>(&self, run: &mut Run<'_>, dots: &mut [Dots; STEPS]) {
+    fn scale<F: Format, const R: usize>(&self, run: &mut Run<'_>, dots: &[Dots; STEPS]) {
         /// Sixteen copies of the body, of which the first `R` are compiled: a loop would keep the sums in memory.
         macro_rules! each_row {
             (|$row:ident| $body:block) => {
@@ -341,20 +368,6 @@ impl Tile<'_> {
                 }
             )*};
         }
-        let mut step = 0;
-        for (unit, x) in self.units.iter().zip(self.x) {
-            for _ in 0..F::PARTS {
-                // SAFETY: the tile registers are set up by this function's contract.
-                unsafe { Self::multiply::<F, R>(unit, x, step) };
-                if step > 0 {
-                    // SAFETY: that step was started, and one after it.
-                    unsafe { Self::finish::<R>(step - 1, &mut dots[step - 1]) };
-                }
-                step += 1;
-            }
-        }
-        // SAFETY: there is a step, and the last was started last.
-        unsafe { Self::finish::<R>(step - 1, &mut dots[step - 1]) };
         let mut acc = [_mm512_setzero_ps(); TILE];
         if self.goes_on {
             each_row!(|row| { acc[row] = load_f32s(run.outputs(self.panel, self.row + row)) });
