@@ -292,9 +292,9 @@ mod tests {
     #[test]
     fn rows_cost_something_also_where_the_largest_sizes_were_not_measured_and_noise_hides_one() {
         let mut times = Times::NONE;
-        for i in 0..6 {
-            times.body[i] = 100.0 + SIZES[i] as f32;
-            times.drawn[i] = times.body[i] + 10.0 * SIZES[i] as f32;
+        for (i, size) in SIZES.into_iter().enumerate().take(6) {
+            times.body[i] = 100.0 + size as f32;
+            times.drawn[i] = times.body[i] + 10.0 * size as f32;
         }
         times.drawn[5] = times.body[5] - 1.0;
         let head = fit(&times, &LIMITS).head_us;
