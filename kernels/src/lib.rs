@@ -4,7 +4,8 @@
 //! transformer, sampling, and the threads that run them. **Never** opens a file, knows a model or a sequence, or decides what runs.
 //!
 //! Bits: a row's result depends on that row's inputs only. It does not depend on the other rows of a batch, on how a prompt was cut
-//! into steps, on the number of threads or on the block size. Instruction sets may differ from one another in the last bits.
+//! into steps, on the number of threads or on the block size. Matrix products have the same bits on every instruction set; in attention sets
+//! may differ from one another in the last bits.
 
 // Bodies that several instruction sets share must be compiled into each caller, not called.
 #![allow(clippy::inline_always)]

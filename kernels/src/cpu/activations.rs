@@ -9,6 +9,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::disjoint::Disjoint;
+use super::exp::ROUND;
 use super::isa::{Isa, Vectors};
 use super::ops::SMALL;
 use super::packed::GROUP;
@@ -314,14 +315,6 @@ impl Activations {
         }
         Ok(())
     }
-
-    /// Bytes that `rows` rows of `columns` take at most.
-    ///
-    /// # Errors
-    /// The size overflows.
-    pub fn bytes(rows: usize, columns: usize) -> Result<usize, ShapeError> {
-        product("activations", &[rows.next_multiple_of(TILE), columns, 8])
-    }
 }
 
 /// Blocks that one thread quantises at a time.
@@ -361,9 +354,6 @@ fn quantize_each(scheme: Scheme, x: &[[f32; GROUP]], codes: &mut [[i32; 8]], blo
         (*codes, *block) = quantize(scheme, x);
     }
 }
-
-/// Adding it rounds to an integer, found in the low bits of the sum.
-const ROUND: f32 = 12_582_912.0;
 
 impl Block {
     /// Of a block with a value that is not finite.

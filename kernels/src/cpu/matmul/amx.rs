@@ -6,7 +6,9 @@
 //! Tile products and vectors take turns, [`STEPS`] products long: measured, a tile instruction stops one of the two units for 512-bit
 //! multiplications and conversions for some 50 ns, so that products that run beside the vectors cost more than they hide.
 //!
-//! Tile registers keep sums from one `asm!` to a later one: the compiler has no use for them, since AMX is not among a function's features.
+//! Tile registers keep shapes and sums from one `asm!` to a later one. That relies on nothing else executing a tile instruction between
+//! `ldtilecfg` and `tilerelease`: the compiler makes none, since AMX is not among any function's features, nothing foreign is called, and
+//! the kernel keeps the registers of each thread over switches and signals.
 
 use std::arch::asm;
 use std::arch::x86_64::{
