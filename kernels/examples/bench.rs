@@ -16,19 +16,29 @@ use pagedd_kernels::{
 struct Selection {
     isa: Option<String>,
     part: Option<String>,
+    ty: Option<TensorType>,
     rows: Option<usize>,
     threads: Option<usize>,
 }
 
 impl Selection {
     fn parse(mut args: impl Iterator<Item = String>) -> Result<Self, String> {
-        let mut selection = Self { isa: None, part: None, rows: None, threads: None };
+        let mut selection = Self { isa: None, part: None, ty: None, rows: None, threads: None };
         while let Some(name) = args.next() {
             let value = args.next().ok_or_else(|| format!("{name} needs a value; {USAGE}"))?;
             let number = || value.parse().map_err(|_| format!("{value} is no number; {USAGE}"));
             match name.as_str() {
                 "--isa" if Isa::ALL.iter().any(|isa| isa.as_str() == value) => selection.isa = Some(value),
                 "--only" if PARTS.contains(&value.as_str()) => selection.part = Some(value),
+                "--type" => {
+                    let named = |ty: &TensorType| ty.to_string() == value;
+                    selection.ty = Some(
+                        TYPES
+                            .into_iter()
+                            .find(named)
+                            .ok_or_else(|| format!("{value} is none of {TYPES:?}; {USAGE}"))?,
+                    );
+                }
                 "--rows" => selection.rows = Some(number()?),
                 "--threads" => selection.threads = Some(number()?),
                 _ => return Err(format!("{name} {value} is unknown; {USAGE}")),
@@ -50,8 +60,12 @@ impl Selection {
     }
 }
 
+/// File types that products are measured with.
+const TYPES: [TensorType; 5] =
+    [TensorType::Q4_1, TensorType::Q8_0, TensorType::Q6_K, TensorType::F16, TensorType::F32];
 const PARTS: [&str; 4] = ["products", "head", "attention", "small"];
-const USAGE: &str = "arguments: [--isa NAME] [--only products|head|attention|small] [--rows N] [--threads N]";
+const USAGE: &str =
+    "arguments: [--isa NAME] [--only products|head|attention|small] [--type NAME] [--rows N] [--threads N]";
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let selection = Selection::parse(std::env::args().skip(1))?;
@@ -68,9 +82,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             selection.rows().iter().for_each(|rows| print!(" {rows:>16}"));
             println!();
             if selection.part("products") {
-                for ty in
-                    [TensorType::Q4_1, TensorType::Q8_0, TensorType::Q6_K, TensorType::F16, TensorType::F32]
-                {
+                for ty in TYPES.into_iter().filter(|&ty| selection.ty.is_none_or(|only| only == ty)) {
                     products(&pool, isa, ty, &selection.rows(), bandwidth)?;
                 }
             }

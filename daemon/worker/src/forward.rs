@@ -4,6 +4,7 @@
 //! gives logits. A row's bits depend on its own inputs only, as the kernels promise.
 
 use std::io;
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use pagedd_kernels::{
@@ -38,6 +39,9 @@ struct LayerVectors {
     bias: Option<[Vec<f32>; 3]>,
 }
 
+/// Tokens that go from product to product together: what one makes is still in the second-level caches when the next takes it.
+const BLOCK: usize = 128;
+
 /// Buffers of a step, made once for the largest. Memory that no step has touched yet costs nothing.
 #[derive(Debug)]
 struct Scratch {
@@ -51,6 +55,7 @@ struct Scratch {
     k: Vec<f32>,
     v: Vec<f32>,
     attended: Vec<f32>,
+    /// Of a block of tokens, as is `up`.
     gate: Vec<f32>,
     up: Vec<f32>,
     /// `[sampling rows][vocab]`.
@@ -93,8 +98,8 @@ impl Decoder {
             k: vec![0.0; tokens * kv],
             v: vec![0.0; tokens * kv],
             attended: vec![0.0; tokens * query],
-            gate: vec![0.0; tokens * config.feed_forward],
-            up: vec![0.0; tokens * config.feed_forward],
+            gate: vec![0.0; tokens.min(BLOCK) * config.feed_forward],
+            up: vec![0.0; tokens.min(BLOCK) * config.feed_forward],
             logits: vec![0.0; rows * config.vocab],
             activations: Activations::new(),
             angles: RopeAngles::new(),
@@ -153,7 +158,6 @@ impl Decoder {
         let delta = slice(&mut s.delta, n * hidden)?;
         let (q, k, v) = (slice(&mut s.q, n * query)?, slice(&mut s.k, n * kv)?, slice(&mut s.v, n * kv)?);
         let attended = slice(&mut s.attended, n * query)?;
-        let (gate, up) = (slice(&mut s.gate, n * ffn)?, slice(&mut s.up, n * ffn)?);
         let activations = &mut s.activations;
 
         s.angles.set(pool, positions, &frequencies.inverse, frequencies.attention_factor);
@@ -164,10 +168,15 @@ impl Decoder {
         let (mut x, mut delta) = (x, delta);
         for (index, (layer, vectors)) in places.layers.iter().zip(&*layers).enumerate() {
             let norm = |weight| Norm { weight, epsilon: eps };
-            let summand = (index > 0).then_some(&*delta);
             let of_qkv = kind(&layer.qkv);
-            add_rms_norm(pool, isa, x, summand, norm(&vectors.attn_norm), of_qkv, activations)?;
-            products(pool, isa, data, activations, &layer.qkv, [&mut *q, &mut *k, &mut *v])?;
+            for rows in blocks(n) {
+                let [q, k, v] = [(&mut *q, query), (&mut *k, kv), (&mut *v, kv)]
+                    .map(|(to, width)| part(to, &rows, width));
+                let summand = (index > 0).then(|| &delta[rows.start * hidden..rows.end * hidden]);
+                let x = part(x, &rows, hidden);
+                add_rms_norm(pool, isa, x, summand, norm(&vectors.attn_norm), of_qkv, activations)?;
+                products(pool, isa, data, activations, &layer.qkv, [q, k, v])?;
+            }
             let bias = vectors.bias.as_ref().map(|bias| bias.each_ref().map(Vec::as_slice));
             let heads = Heads { q: &mut *q, k, v, bias };
             rope_into_kv(pool, isa, heads, Turn { angles: &s.angles, pairing }, mapping, index, arena)?;
@@ -185,17 +194,20 @@ impl Decoder {
                 (x, attended) = (last, rows);
                 delta = slice(delta, wanted.len() * hidden)?;
             }
-            let attn_output = [layer.attn_output];
-            activations.set(pool, isa, attended, query, kind(&attn_output))?;
-            products(pool, isa, data, activations, &attn_output, [&mut *delta])?;
+            let (attn_output, ffn_down) = ([layer.attn_output], [layer.ffn_down]);
+            for rows in blocks(x.len() / hidden) {
+                let attended = &attended[rows.start * query..rows.end * query];
+                let (x, delta) = (part(x, &rows, hidden), part(delta, &rows, hidden));
+                activations.set(pool, isa, attended, query, kind(&attn_output))?;
+                products(pool, isa, data, activations, &attn_output, [&mut *delta])?;
 
-            let of_ffn = kind(&layer.gate_up);
-            add_rms_norm(pool, isa, x, Some(delta), norm(&vectors.ffn_norm), of_ffn, activations)?;
-            let (gate, up) = (slice(gate, x.len() / hidden * ffn)?, slice(up, x.len() / hidden * ffn)?);
-            products(pool, isa, data, activations, &layer.gate_up, [&mut *gate, &mut *up])?;
-            let ffn_down = [layer.ffn_down];
-            silu_mul_to(pool, isa, gate, up, ffn, kind(&ffn_down), activations)?;
-            products(pool, isa, data, activations, &ffn_down, [&mut *delta])?;
+                let of_ffn = kind(&layer.gate_up);
+                add_rms_norm(pool, isa, x, Some(delta), norm(&vectors.ffn_norm), of_ffn, activations)?;
+                let (gate, up) = (slice(&mut s.gate, rows.len() * ffn)?, slice(&mut s.up, rows.len() * ffn)?);
+                products(pool, isa, data, activations, &layer.gate_up, [&mut *gate, &mut *up])?;
+                silu_mul_to(pool, isa, gate, up, ffn, kind(&ffn_down), activations)?;
+                products(pool, isa, data, activations, &ffn_down, [delta])?;
+            }
         }
 
         // Only rows that sample meet the output matrix, as a rule the largest of all.
@@ -206,6 +218,16 @@ impl Decoder {
         products(pool, isa, data, activations, &output, [logits])?;
         Ok(())
     }
+}
+
+/// `[0, rows)` in blocks that go from product to product together.
+fn blocks(rows: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..rows).step_by(BLOCK).map(move |first| first..rows.min(first + BLOCK))
+}
+
+/// `rows` of a buffer of rows of `width`.
+fn part<'a>(buffer: &'a mut [f32], rows: &Range<usize>, width: usize) -> &'a mut [f32] {
+    &mut buffer[rows.start * width..rows.end * width]
 }
 
 /// The embedding of each token, `[tokens][hidden]`.
