@@ -12,9 +12,9 @@
 
 use std::arch::asm;
 use std::arch::x86_64::{
-    _mm512_add_epi8, _mm512_and_si512, _mm512_cvtepi32_ps, _mm512_cvtph_ps, _mm512_dpbusd_epi32,
-    _mm512_fmadd_ps, _mm512_mul_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
-    _mm512_setzero_si512, _mm512_srli_epi16, _mm512_xor_si512,
+    _MM_HINT_T0, _mm_prefetch, _mm512_add_epi8, _mm512_and_si512, _mm512_cvtepi32_ps, _mm512_cvtph_ps,
+    _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_mul_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setzero_ps, _mm512_setzero_si512, _mm512_srli_epi16, _mm512_xor_si512,
 };
 use std::cell::RefCell;
 
@@ -158,6 +158,7 @@ unsafe fn panels_of<F: Format>(run: &mut Run<'_>, (x, rows): (&[TileGroup], usiz
     let shapes = Shapes::new(GROUP / F::PARTS, rows % TILE);
     // SAFETY: the process may use AMX by this function's contract; the shapes are 64 bytes in the layout that the instruction wants.
     unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
+    let _release = Release;
     let groups = x.len() / rows.div_ceil(TILE);
     // Blocks are as long as one another: a short one would take turns in haste.
     let size = groups.div_ceil(groups.div_ceil(STEPS / F::PARTS));
@@ -172,6 +173,7 @@ unsafe fn panels_of<F: Format>(run: &mut Run<'_>, (x, rows): (&[TileGroup], usiz
                 let mut step = 0;
                 if row == 0 {
                     for (index, packed) in packed.chunks_exact(F::UNIT).enumerate() {
+                        prefetch(packed, size * F::UNIT);
                         unpack::<F>(packed, &mut units[index]);
                         // One unit later, when what was unpacked has come to the cache.
                         while step < index * F::PARTS {
@@ -191,8 +193,27 @@ unsafe fn panels_of<F: Format>(run: &mut Run<'_>, (x, rows): (&[TileGroup], usiz
             }
         }
     }
-    // SAFETY: as for `ldtilecfg`; nothing in the tile registers is needed any more.
-    unsafe { asm!("tilerelease", options(nostack, nomem)) };
+}
+
+/// Gives the tile registers back when it is dropped, also by a panic: while they are in use, the kernel saves 8 KiB at every switch of threads.
+struct Release;
+
+impl Drop for Release {
+    fn drop(&mut self) {
+        // SAFETY: made right after `ldtilecfg`; nothing in the tile registers is needed any more.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
+
+/// Brings what lies `ahead` bytes beyond `unit` into the cache: memory is then read also while vectors scale, not in bursts between.
+#[inline]
+fn prefetch(unit: &[u8], ahead: usize) {
+    for line in (0..unit.len()).step_by(64) {
+        // Past the weights' end it does nothing.
+        let at = unit.as_ptr().wrapping_add(ahead + line);
+        // SAFETY: every CPU with AMX has SSE.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+    }
 }
 
 #[inline]
