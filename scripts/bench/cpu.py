@@ -195,6 +195,7 @@ def cases():
         Case("edit", "prompt lookup on and off: edits, 1 stream, 96 out", "output", on, off, edits, 1, 96, 1.5, own=True),
         Case("chat", "prompt lookup on and off: chat, 1 stream, 128 out", "output", on, off, chats, 1, 128, 0.97, own=True),
         Case("chat-warm", "prompt lookup on and off: chat at temperature 0.8, 4 streams", "output", on, off, chats, 4, 128, 0.97, 0.8, own=True),
+        Case("sixteen-lookup", "prompt lookup on and off: 16 streams, 94 in, 128 out", "output", on, off, plain(32, 64), 16, 128, 0.97, own=True),
         Case("half", "half a CPU against all: 16 streams", "economy", ours(threads=False, cgroup=quota(0.5)), ours(threads=False),
              plain(16, 64), 16, 64, 0.95, own=True),
         Case("busy", "beside a busy process against alone: 16 streams", "economy", ours(threads=False), ours(threads=False),

@@ -25,7 +25,7 @@ const DECAY: f32 = 0.9;
 /// No guess is sure.
 const SUREST: f32 = 0.97;
 /// Of what guesses are expected to give, so much is believed: a step that gains nothing is a step that loses.
-const BELIEVED: f32 = 0.9;
+const BELIEVED: f32 = 0.8;
 /// Where nothing is known of a step's time: a token more costs 0.15 of a step of one.
 const ASSUMED: StepCost = StepCost {
     body_us: [1.0, 1.15, 1.45, 2.05, 3.25, 5.65, 10.45, 20.05],

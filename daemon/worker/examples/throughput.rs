@@ -3,16 +3,20 @@
 //! `throughput MODEL [--dtype f32] [--threads N] [--sequences N,...]` prints tokens per second of a prompt of 512 tokens and of 1, 4, 8, 16 and 32
 //! sequences that decode after 128 tokens each, beside what was predicted. Medians; run it on a quiet machine. Beside each stands how
 //! many tokens a second of processor time gave, which a quota or a busy neighbour leaves comparable, and at the end the memory that is
-//! neither weights nor KV.
+//! neither weights nor KV. A step of one sequence stands beside its bound: reading all weights once, by as many threads, in turns with it.
 
 use std::fs;
+use std::hint::black_box;
 use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum};
 use pagedd_core::{SamplingParams, StepCost};
+use pagedd_kernels::ThreadPool;
 use pagedd_wire::PROTOCOL;
-use pagedd_wire::worker::{Begin, Device, Dtype, Hello, Input, KvDtype, KvMemory, Plan, Row, TableUpdate};
+use pagedd_wire::worker::{
+    Arena, Begin, Device, Dtype, Hello, Input, KvDtype, KvMemory, Plan, Row, TableUpdate,
+};
 use pagedd_worker::{Fds, ModelRunner};
 
 const BLOCK: u32 = 16;
@@ -75,7 +79,7 @@ fn main() -> anyhow::Result<()> {
         start.elapsed().as_secs_f64() * 1e3
     );
     let mut plans = 0;
-    let mut run = |begin: Vec<Begin>, rows: Vec<Row>| {
+    let mut run = |runner: &mut ModelRunner, begin: Vec<Begin>, rows: Vec<Row>| {
         plans += 1;
         let start = Instant::now();
         runner.run(&Plan { id: plans, begin, rows, ..Plan::default() }).map(|_| start.elapsed().as_secs_f64())
@@ -84,7 +88,7 @@ fn main() -> anyhow::Result<()> {
     let mut prompts = Vec::new();
     let cpu = cpu_seconds()?;
     for _ in 0..5 {
-        prompts.push(run(vec![begin(1)], vec![row(1, 0, 512, info.vocab_size)])?);
+        prompts.push(run(&mut runner, vec![begin(1)], vec![row(1, 0, 512, info.vocab_size)])?);
     }
     let cost = StepCost::from(info.cost);
     let predicted_ms = |tokens, rows, pairs| f64::from(cost.step_us(tokens, rows, pairs)) / 1e3;
@@ -98,13 +102,13 @@ fn main() -> anyhow::Result<()> {
     );
     for sequences in args.sequences {
         for seq in 0..sequences {
-            run(vec![begin(seq)], vec![row(seq, 0, CONTEXT, info.vocab_size)])?;
+            run(&mut runner, vec![begin(seq)], vec![row(seq, 0, CONTEXT, info.vocab_size)])?;
         }
         let mut steps = Vec::new();
         let cpu = cpu_seconds()?;
         for step in 0..STEPS {
             let rows = (0..sequences).map(|seq| row(seq, CONTEXT + step, 1, info.vocab_size)).collect();
-            steps.push(run(Vec::new(), rows)?);
+            steps.push(run(&mut runner, Vec::new(), rows)?);
         }
         let seconds = median(&mut steps)?;
         println!(
@@ -116,7 +120,38 @@ fn main() -> anyhow::Result<()> {
         );
     }
     println!("memory beside weights and KV: {:.1} MB", own_memory()? / 1e6);
+
+    let pool = ThreadPool::new(info.threads as usize, None)?;
+    run(&mut runner, vec![begin(0)], vec![row(0, 0, CONTEXT, info.vocab_size)])?;
+    let (mut steps, mut reads) = (Vec::new(), Vec::new());
+    for step in 0..STEPS {
+        steps.push(run(&mut runner, Vec::new(), vec![row(0, CONTEXT + step, 1, info.vocab_size)])?);
+        reads.push(read(&pool, runner.arena(Arena::Weights).data()));
+    }
+    let (step, read) = (median(&mut steps)?, median(&mut reads)?);
+    println!(
+        "bound of one sequence: weights are read once in {:.2} ms ({:.1} GB/s), a step takes {:.2} ms: {:.0} % of its bound",
+        read * 1e3,
+        info.weight_bytes as f64 / read / 1e9,
+        step * 1e3,
+        100.0 * read / step
+    );
     Ok(())
+}
+
+/// Seconds in which the threads read `bytes` once.
+fn read(pool: &ThreadPool, bytes: &[u8]) -> f64 {
+    let start = Instant::now();
+    let words = bytes.as_chunks::<64>().0;
+    pool.run(&|index, of| {
+        let part = words.len().div_ceil(of);
+        let mut lanes = [0_u8; 64];
+        for word in words.iter().skip(index * part).take(part) {
+            lanes.iter_mut().zip(word).for_each(|(lane, byte)| *lane ^= byte);
+        }
+        black_box(lanes);
+    });
+    start.elapsed().as_secs_f64()
 }
 
 /// Processor time of all threads of this process.
