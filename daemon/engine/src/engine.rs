@@ -4,10 +4,12 @@ use std::ops::ControlFlow;
 use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use pagedd_sched::{Applied, Finished, Scheduler, StepOutput, StepPlan};
+use pagedd_core::FinishReason;
+use pagedd_sched::{AdmitError, Applied, Finished, Restored, Scheduler, StepOutput, StepPlan};
 use tracing::{error, warn};
 
 use crate::handle::{Command, Inbox};
+use crate::held::Held;
 use crate::traits::{EngineStats, Journal, Observer, Worker, WorkersExhausted};
 
 /// How an engine behaves.
@@ -33,6 +35,7 @@ pub struct Engine<W, J: Journal, O> {
     config: EngineConfig,
     inbox: Inbox<J::Ticket>,
     scheduler: Scheduler,
+    held: Held,
     worker: W,
     journal: J,
     observer: O,
@@ -53,8 +56,8 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         observer: O,
         start: Instant,
     ) -> Self {
-        let stats = EngineStats::default();
-        Self { config, inbox, scheduler, worker, journal, observer, start, observed: None, stats }
+        let (held, stats) = (Held::default(), EngineStats::default());
+        Self { config, inbox, scheduler, held, worker, journal, observer, start, observed: None, stats }
     }
 
     /// Runs until [`Command::Stop`] or until every handle is gone, also where no worker can be had: then every request fails,
@@ -72,10 +75,16 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             if self.obey(command).is_break() {
                 return;
             }
-            let finished = self.scheduler.fail_all();
-            self.commit_finished(finished);
-            self.observe(true);
+            self.fail_all();
         }
+    }
+
+    fn fail_all(&mut self) {
+        let mut finished = self.scheduler.fail_all();
+        let held = self.held.take(None).into_iter();
+        finished.extend(held.flat_map(|mut held| held.finish(FinishReason::Failed)));
+        self.commit_finished(finished);
+        self.observe(true);
     }
 
     fn steps(&mut self) -> Result<(), WorkersExhausted> {
@@ -138,9 +147,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         let sequences = self.scheduler.snapshot();
         self.worker.recover(sequences).inspect_err(|exhausted| {
             error!(reason = exhausted.reason, "no worker can be had; every request of this model fails");
-            let finished = self.scheduler.fail_all();
-            self.commit_finished(finished);
-            self.observe(true);
+            self.fail_all();
         })
     }
 
@@ -193,24 +200,33 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                     Err(error) => self.journal.refused(submission.ticket, error),
                 }
             }
+            Command::Restore(restored) => self.restore(*restored),
             Command::Cancel(request) => {
-                let finished = self.scheduler.cancel(request);
+                let mut finished = self.scheduler.cancel(request);
+                finished.extend(self.held.cancel(request));
                 self.commit_finished(finished);
             }
             Command::FinishChoice { request, choice, reason } => {
-                let finished = self.scheduler.finish_choice(request, choice, reason);
+                let mut finished = self.scheduler.finish_choice(request, choice, reason);
+                finished.extend(self.held.finish_choice(request, choice, reason));
                 self.commit_finished(finished);
             }
             Command::SetTenant { tenant, share, prompt_lookup, reply } => {
                 let set = self.scheduler.set_share(tenant, share);
                 if set.is_ok() {
                     self.scheduler.set_prompt_lookup(tenant, prompt_lookup);
+                    let held = self.held.take(Some(tenant));
+                    for restored in held {
+                        self.restore(restored);
+                    }
                 }
                 reply(set);
                 self.observe(true);
             }
             Command::RemoveTenant { tenant, reply } => {
-                let finished = self.scheduler.remove_tenant(tenant);
+                let mut finished = self.scheduler.remove_tenant(tenant);
+                let held = self.held.take(Some(tenant)).into_iter();
+                finished.extend(held.flat_map(|mut held| held.finish(FinishReason::Cancelled)));
                 self.commit_finished(finished);
                 reply(());
                 self.observe(true);
@@ -220,9 +236,28 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         ControlFlow::Continue(())
     }
 
+    /// Its admission is durable already, so that the journal hears of it again only when something of it ends.
+    fn restore(&mut self, mut restored: Restored) {
+        match self.scheduler.restore(&restored) {
+            Ok(finished) => self.commit_finished(finished),
+            Err(AdmitError::UnknownTenant(_)) => self.held.push(restored),
+            Err(error @ AdmitError::Duplicate(_)) => error!(%error, "restored twice"),
+            Err(
+                error @ (AdmitError::ContextLength { .. }
+                | AdmitError::NeverFits { .. }
+                | AdmitError::QueueFull { .. }
+                | AdmitError::Nothing { .. }),
+            ) => {
+                error!(request = %restored.request.id, %error, "an accepted request cannot go on");
+                let finished = restored.finish(FinishReason::Failed);
+                self.commit_finished(finished);
+            }
+        }
+    }
+
     fn commit_finished(&mut self, finished: Vec<Finished>) {
         if !finished.is_empty() {
-            self.journal.commit(Applied { tokens: Vec::new(), finished });
+            self.journal.commit(Applied { finished, ..Applied::default() });
         }
     }
 

@@ -12,6 +12,7 @@
 
 mod engine;
 mod handle;
+mod held;
 mod traits;
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 //! # What the engine does, in order
 //!
 //! ```text
+//! restore(..)                                          // what an earlier scheduler left, oldest first, before any admit
 //! loop {
 //!     admit(..), cancel(..), set_share(..)             // inbox; Finished that these return go out as those of apply do
 //!     if let Some(plan) = schedule(now_us) {           // None: nothing can run before the next apply or admission
@@ -33,6 +34,7 @@ mod plan;
 mod policy;
 mod reclaim;
 mod request;
+mod restore;
 mod scheduler;
 mod sequence;
 mod shares;
@@ -43,7 +45,8 @@ mod tenant;
 pub use config::{PolicyKind, SchedulerConfig, ShareSpec};
 pub use pagedd_kv::ShareError;
 pub use plan::{Begin, BlockCopy, Input, Row, Sampled, StepOutput, StepPlan, TableUpdate};
-pub use request::{AdmitError, Applied, Emitted, Ended, Finished, NewRequest};
+pub use request::{AdmitError, Applied, Emitted, Ended, Finished, NewRequest, Started};
+pub use restore::{Restored, RestoredChoice};
 pub use scheduler::Scheduler;
 pub use sequence::SequenceSnapshot;
 pub use stats::{PoolStats, Stats, TenantStats, Violation};

@@ -402,6 +402,8 @@ impl Scheduler {
             && request.cached_tokens.is_none()
         {
             started = true;
+            // A restored one may find tokens of its output too. What it emitted needed the prompt's last token computed.
+            let cached = cached.min(sequence.prompt_len - 1);
             request.cached_tokens = Some(Tokens(cached as u32));
             tenant.unstarted -= 1;
             tenant.counters.prefix_queries += sequence.prompt_len as u64;

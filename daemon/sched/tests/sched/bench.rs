@@ -6,8 +6,8 @@ use pagedd_core::{
     Blocks, FinishReason, RequestId, SamplingParams, SequenceId, StepCost, TenantId, TokenId, Tokens,
 };
 use pagedd_sched::{
-    AdmitError, Applied, Finished, Input, NewRequest, PolicyKind, Row, Scheduler, SchedulerConfig, ShareSpec,
-    StepOutput, StepPlan,
+    AdmitError, Applied, Finished, Input, NewRequest, PolicyKind, Restored, RestoredChoice, Row, Scheduler,
+    SchedulerConfig, ShareSpec, StepOutput, StepPlan,
 };
 
 use crate::worker::{Worker, reference};
@@ -69,6 +69,13 @@ pub struct Bench {
     pub depth: usize,
     pub flying: VecDeque<(StepPlan, StepOutput)>,
     pub requests: BTreeMap<RequestId, NewRequest>,
+    /// In the order of their admission.
+    admitted: Vec<RequestId>,
+    /// Every record, oldest first.
+    pub journal: Vec<Applied>,
+    /// Prompt tokens that a request found in the cache when it started.
+    started: BTreeMap<RequestId, Tokens>,
+    pub restarts: u32,
     /// Prompt tokens of each sequence: they are numbered from 1, in the order of admission.
     prompts: BTreeMap<SequenceId, usize>,
     pub tokens: BTreeMap<(RequestId, u32), Vec<TokenId>>,
@@ -87,6 +94,10 @@ impl Bench {
             depth,
             flying: VecDeque::new(),
             requests: BTreeMap::new(),
+            admitted: Vec::new(),
+            journal: Vec::new(),
+            started: BTreeMap::new(),
+            restarts: 0,
             prompts: BTreeMap::new(),
             tokens: BTreeMap::new(),
             finished: Vec::new(),
@@ -106,6 +117,7 @@ impl Bench {
             self.tokens.insert((request.id, choice), Vec::new());
             self.prompts.insert(SequenceId(self.prompts.len() as u64 + 1), request.prompt.len());
         }
+        self.admitted.push(request.id);
         self.requests.insert(request.id, request);
         Ok(())
     }
@@ -195,17 +207,84 @@ impl Bench {
             later.resolve(&output);
         }
         let applied = self.scheduler.apply(plan, output);
-        for token in &applied.tokens {
+        self.take(applied.clone());
+        self.check();
+        applied
+    }
+
+    fn take(&mut self, record: Applied) {
+        for token in &record.tokens {
             let key = (token.request, token.choice);
             assert!(
                 !self.finished.iter().rev().any(|f| (f.request, f.choice) == key),
                 "a token after the end"
             );
-            self.tokens.get_mut(&key).expect("a known choice").push(token.token);
         }
-        self.note(applied.finished.clone());
-        self.check();
-        applied
+        self.keep(&record);
+        for end in &record.finished {
+            self.check_end(end);
+        }
+        self.finished.extend(record.finished.iter().cloned());
+        self.journal.push(record);
+    }
+
+    fn keep(&mut self, record: &Applied) {
+        for started in &record.started {
+            let twice = self.started.insert(started.request, started.cached_tokens);
+            assert_eq!(twice, None, "{started:?} twice");
+        }
+        for token in &record.tokens {
+            self.tokens.get_mut(&(token.request, token.choice)).expect("a known choice").push(token.token);
+        }
+    }
+
+    /// A new process on an arena that holds anything: from admissions, and from all records but the last `lost`. Gives the
+    /// choices that go on, in the order of their sequences.
+    pub fn restart(&mut self, lost: usize) -> Vec<(RequestId, u32)> {
+        let shares = self.scheduler.stats().tenants;
+        self.flying.clear();
+        self.scheduler = Scheduler::new(self.scheduler.config().clone());
+        let config = self.scheduler.config();
+        self.worker = Worker::new(config.capacity.0, config.block_size.0);
+        self.worker.arena.iter_mut().zip(1..).for_each(|(slot, i)| *slot = i);
+        for t in shares {
+            self.scheduler.set_share(t.tenant, ShareSpec { floor: t.floor, ceiling: t.ceiling }).unwrap();
+        }
+        self.restarts += 1;
+        self.journal.truncate(self.journal.len() - lost.min(self.journal.len()));
+        self.started.clear();
+        self.tokens.values_mut().for_each(Vec::clear);
+        let journal = std::mem::take(&mut self.journal);
+        for record in &journal {
+            self.keep(record);
+        }
+        self.finished = journal.iter().flat_map(|record| record.finished.iter().cloned()).collect();
+        self.journal = journal;
+        self.prompts.clear();
+        self.restore()
+    }
+
+    fn restore(&mut self) -> Vec<(RequestId, u32)> {
+        let mut restored = Vec::new();
+        for id in self.admitted.clone() {
+            let request = self.requests[&id].clone();
+            let choices = (0..request.n).map(|choice| RestoredChoice {
+                emitted: self.tokens[&(id, choice)].clone(),
+                finished: self.ends(id).iter().find(|end| end.choice == choice).map(|end| end.reason),
+            });
+            let choices: Vec<_> = choices.collect();
+            for (choice, _) in (0..).zip(&choices).filter(|(_, known)| known.finished.is_none()) {
+                self.prompts.insert(SequenceId(self.prompts.len() as u64 + 1), request.prompt.len());
+                restored.push((id, choice));
+            }
+            if choices.iter().any(|choice| choice.finished.is_none()) {
+                let cached_tokens = self.started.get(&id).copied();
+                let finished = self.scheduler.restore(&Restored { request, choices, cached_tokens }).unwrap();
+                self.note(finished);
+                self.check();
+            }
+        }
+        restored
     }
 
     pub fn cancel(&mut self, request: RequestId) {
@@ -214,28 +293,34 @@ impl Bench {
         self.check();
     }
 
-    /// Takes ends, and compares each output with what the request gives when it is alone.
+    /// Takes ends outside a step.
     pub fn note(&mut self, finished: Vec<Finished>) {
-        for end in finished {
-            let request = &self.requests[&end.request];
-            let got = &self.tokens[&(end.request, end.choice)];
-            let (expected, reason) = reference(request, end.choice, self.scheduler.config().max_model_len.0);
-            match end.reason {
-                FinishReason::Cancelled => assert_eq!(got[..], expected[..got.len()], "{end:?}"),
-                FinishReason::Failed => assert!(self.broken.contains(&end.request), "{end:?}"),
-                FinishReason::Stop | FinishReason::Length => {
-                    assert_eq!((got, end.reason), (&expected, reason), "{end:?}");
-                }
+        if !finished.is_empty() {
+            self.take(Applied { finished, ..Applied::default() });
+        }
+    }
+
+    /// Compares an output with what the request gives when it is alone.
+    fn check_end(&self, end: &Finished) {
+        let request = &self.requests[&end.request];
+        let got = &self.tokens[&(end.request, end.choice)];
+        let (expected, reason) = reference(request, end.choice, self.scheduler.config().max_model_len.0);
+        match end.reason {
+            FinishReason::Cancelled => assert_eq!(got[..], expected[..got.len()], "{end:?}"),
+            FinishReason::Failed => assert!(self.broken.contains(&end.request), "{end:?}"),
+            FinishReason::Stop | FinishReason::Length => {
+                assert_eq!((got, end.reason), (&expected, reason), "{end:?}");
             }
-            let twice = self.finished.iter().any(|f| (f.request, f.choice) == (end.request, end.choice));
-            assert!(!twice, "{end:?} twice");
-            if let Some(ended) = end.ended {
-                assert!(ended.cached_tokens < ended.prompt_tokens, "{ended:?}");
-                let all =
-                    (0..request.n).map(|choice| self.tokens[&(end.request, choice)].len()).sum::<usize>();
-                assert_eq!(ended.output_tokens.0 as usize, all, "{end:?}");
+        }
+        let twice = self.finished.iter().any(|f| (f.request, f.choice) == (end.request, end.choice));
+        assert!(!twice, "{end:?} twice");
+        if let Some(ended) = end.ended {
+            assert!(ended.cached_tokens < ended.prompt_tokens, "{ended:?}");
+            if let Some(cached) = self.started.get(&end.request) {
+                assert_eq!(ended.cached_tokens, *cached, "{end:?}");
             }
-            self.finished.push(end);
+            let all = (0..request.n).map(|choice| self.tokens[&(end.request, choice)].len()).sum::<usize>();
+            assert_eq!(ended.output_tokens.0 as usize, all, "{end:?}");
         }
     }
 
