@@ -17,13 +17,16 @@ use crate::traits::{EngineStats, Journal, Observer, Worker, WorkersExhausted};
 pub struct EngineConfig {
     /// Between two observations while the engine works.
     pub observe_every: Duration,
-    /// A plan that has taken this many workers with it is given up, and every request with a row in it fails.
+    /// A plan that has taken this many workers with it is accused: from then on parts of it run alone, and one death is enough,
+    /// until the request is found that kills workers.
     pub plan_deaths: u32,
+    /// After this many deaths without a completed step no single request is to blame: all that are under suspicion fail.
+    pub deaths_in_a_row: u32,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        Self { observe_every: Duration::from_millis(100), plan_deaths: 3 }
+        Self { observe_every: Duration::from_millis(100), plan_deaths: 2, deaths_in_a_row: 16 }
     }
 }
 
@@ -41,6 +44,8 @@ pub struct Engine<W, J: Journal, O> {
     observer: O,
     start: Instant,
     observed: Option<Instant>,
+    /// Workers lost since the last completed step.
+    deaths: u32,
     /// Numbers that the scheduler does not keep; its own are filled in when observed.
     stats: EngineStats,
 }
@@ -57,7 +62,19 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         start: Instant,
     ) -> Self {
         let (held, stats) = (Held::default(), EngineStats::default());
-        Self { config, inbox, scheduler, held, worker, journal, observer, start, observed: None, stats }
+        Self {
+            config,
+            inbox,
+            scheduler,
+            held,
+            worker,
+            journal,
+            observer,
+            start,
+            observed: None,
+            deaths: 0,
+            stats,
+        }
     }
 
     /// Runs until [`Command::Stop`] or until every handle is gone, also where no worker can be had: then every request fails,
@@ -107,8 +124,9 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
     /// The plain loop's step: one plan from schedule to commit.
     fn step(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
         let Some(output) = self.execute(&plan)? else {
-            return self.give_up(plan);
+            return self.accuse(plan);
         };
+        self.deaths = 0;
         self.stats.steps += 1;
         self.stats.compute_us += output.compute_us;
         let cost = &self.scheduler.config().cost;
@@ -127,14 +145,17 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
 
     /// The output of `plan`, through as many workers as it takes; `None` where it has taken too many with it.
     fn execute(&mut self, plan: &StepPlan) -> Result<Option<StepOutput>, WorkersExhausted> {
-        for deaths in 1..=self.config.plan_deaths {
+        let most = if self.scheduler.suspects() > 0 { 1 } else { self.config.plan_deaths };
+        for deaths in 1..=most {
             match self.worker.submit(plan).and_then(|()| self.worker.collect()) {
                 Ok(output) => return Ok(Some(output)),
                 Err(lost) => {
                     self.stats.workers_lost += 1;
-                    warn!(plan = plan.id.0, deaths, reason = lost.reason, "worker lost");
-                    // After the last death the plan is given up first: the next worker is not to know its sequences.
-                    if deaths < self.config.plan_deaths {
+                    self.deaths += 1;
+                    let rows = plan.rows.len();
+                    warn!(plan = plan.id.0, rows, deaths, reason = lost.reason, "worker lost");
+                    // After the last death the plan is undone first: the next worker is not to know of it.
+                    if deaths < most {
                         self.recover()?;
                     }
                 }
@@ -151,19 +172,18 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         })
     }
 
-    /// Fails the requests of a plan that kills workers, and starts the next worker without them.
-    fn give_up(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
-        error!(plan = plan.id.0, rows = plan.rows.len(), "this plan kills workers; its requests fail");
-        let failed = plan
-            .rows
-            .iter()
-            .flat_map(|row| std::iter::once(row.seq).chain(row.samples.iter().copied()))
-            .map(|seq| (seq, "the worker died on this request".to_owned()))
-            .collect();
-        let output = StepOutput { plan: plan.id, sampled: Vec::new(), failed, compute_us: 0 };
-        let record = self.scheduler.apply(plan, output);
-        self.journal.commit(record);
-        // What the plan would have begun or copied never happened: the worker starts from the scheduler's state.
+    /// Undoes a plan that kills workers, and starts the next worker without it. What it would have begun, copied or written never
+    /// happened: the worker is told the scheduler's state.
+    fn accuse(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
+        let mut finished = self.scheduler.accuse(plan);
+        if self.deaths >= self.config.deaths_in_a_row {
+            self.deaths = 0;
+            finished.extend(self.scheduler.fail_suspects());
+        }
+        for request in finished.iter().filter(|end| end.ended.is_some()).map(|end| end.request) {
+            error!(%request, "workers die on this request; it fails");
+        }
+        self.commit_finished(finished);
         self.recover()
     }
 

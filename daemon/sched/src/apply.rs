@@ -53,6 +53,7 @@ impl Scheduler {
         for row in &plan.rows {
             self.land(row, true);
         }
+        self.suspects.remove(&plan.rows);
         applied
     }
 

@@ -21,6 +21,7 @@
 //! * At most a few plans are in flight (1 in the plain loop, 2 in the overlapped one); nothing here limits their number.
 //! * `revert` takes the newest plan in flight, never an older one.
 //! * After a worker's death: `snapshot()` into `Resync`, then all unapplied plans, oldest first, as they are kept.
+//! * A plan that kills its workers: `accuse(plan)`, later plans in flight being reverted first, then `snapshot()` into `Resync`.
 //! * `StepPlan::end` may name a sequence that a worker does not know (it was resynchronised since): that is no error.
 //!   A sequence may `begin` again while the worker still knows it: the new one replaces the old.
 //! * Between two steps `check()` holds.
@@ -40,6 +41,7 @@ mod sequence;
 mod shares;
 mod stats;
 mod step;
+mod suspect;
 mod tenant;
 
 pub use config::{PolicyKind, SchedulerConfig, ShareSpec};

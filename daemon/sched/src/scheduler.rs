@@ -13,6 +13,7 @@ use crate::draft::Drafter;
 use crate::request::{AdmitError, Ended, Finished, NewRequest, Request};
 use crate::sequence::{Progress, Sequence, State};
 use crate::step::Wait;
+use crate::suspect::Suspects;
 use crate::tenant::Tenant;
 
 /// Which rows run in the next step. See the crate's page for the order of calls.
@@ -34,6 +35,7 @@ pub struct Scheduler {
     pub(crate) forget: Vec<SequenceId>,
     /// Requests that would not fit the shares as last set; while there are any, some shares are not in force.
     pub(crate) misfits: BTreeSet<RequestId>,
+    pub(crate) suspects: Suspects,
     pub(crate) waits: Vec<Wait>,
     pub(crate) now_us: u64,
     next_sequence: u64,
@@ -89,6 +91,7 @@ impl Scheduler {
             flights: VecDeque::new(),
             forget: Vec::new(),
             misfits: BTreeSet::new(),
+            suspects: Suspects::default(),
             waits: Vec::new(),
             now_us: 0,
             next_sequence: 1,

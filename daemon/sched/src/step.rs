@@ -2,6 +2,8 @@
 //!
 //! **Owns** the order. **Never** distinguishes prefill from decode: a sequence has computed some of its tokens and catches up.
 
+use std::collections::BTreeSet;
+
 use pagedd_core::{BlockId, Blocks, PlanId, RequestId, SequenceId, TenantId, Tokens};
 use pagedd_kv::{AccountId, AllocError, BlockLease, BlockTable, CachedPrefix, CopyOnWrite, Place};
 
@@ -90,10 +92,19 @@ impl Scheduler {
     pub fn schedule(&mut self, now_us: u64) -> Option<StepPlan> {
         self.now_us = now_us;
         self.waits.clear();
+        let suspected = self.try_suspects();
+        if suspected.is_some() || self.suspects() > 0 { suspected } else { self.plan(None) }
+    }
+
+    /// Plans one iteration, of nobody but `only` where that is given.
+    pub(crate) fn plan(&mut self, only: Option<&BTreeSet<SequenceId>>) -> Option<StepPlan> {
         let mut preempted = false;
-        let claims = self.reclaim(&mut preempted);
+        // Those that run alone had all they need in a plan with others.
+        let claims = if only.is_some() { Claims::default() } else { self.reclaim(&mut preempted) };
+        let running = self.running.iter().copied();
+        let running: Vec<_> = running.filter(|id| only.is_none_or(|only| only.contains(id))).collect();
         let decoding: Vec<usize> =
-            self.running.iter().filter_map(|id| self.sequences.get(id)?.decodes()).collect();
+            running.iter().filter_map(|id| self.sequences.get(id)?.decodes()).collect();
         let mut step = Step {
             plan: StepPlan {
                 id: self.next_plan,
@@ -112,11 +123,13 @@ impl Scheduler {
             lending_closed: preempted,
             kept_seats: 0,
         };
-        let running: Vec<_> = self.running.iter().copied().collect();
         for id in running {
             self.continue_running(&mut step, id);
         }
-        self.start_waiting(&mut step);
+        match only {
+            Some(only) => self.start_only(&mut step, only),
+            None => self.start_waiting(&mut step),
+        }
         self.add_drafts(&mut step);
         if step.plan.rows.is_empty() {
             debug_assert!(step.flight.copies.is_empty() && step.flight.begun.is_empty());
@@ -258,9 +271,8 @@ impl Scheduler {
             self.tenants.iter().filter(|(_, t)| !t.queue.is_empty()).map(|(id, _)| *id).collect();
         while let Some((within_floor, id, place)) = self.next_to_start(&open, oldest) {
             let tenant = open[place];
-            let seats = self.config.max_num_seqs as usize;
-            let full = self.running.len() + step.kept_seats >= seats || step.prompt_tokens_left() == 0;
-            let refused = if full { Some(WaitReason::Budget) } else { self.start(step, id).err() };
+            let refused =
+                if self.is_full(step) { Some(WaitReason::Budget) } else { self.start(step, id).err() };
             if let Some(reason) = refused {
                 if matches!(reason, WaitReason::Exhausted { .. }) {
                     step.lending_closed = true;
@@ -279,6 +291,23 @@ impl Scheduler {
                 open.swap_remove(place);
             }
         }
+    }
+
+    /// Starts those that wait of these, whoever else waits.
+    fn start_only(&mut self, step: &mut Step, only: &BTreeSet<SequenceId>) {
+        for id in only {
+            let queued = self.sequences.get(id).is_some_and(|s| matches!(s.state, State::Waiting(Some(_))));
+            if queued && !self.is_full(step) {
+                // What cannot start is tried again.
+                let _: Result<(), WaitReason> = self.start(step, *id);
+            }
+        }
+    }
+
+    /// No further sequence can start in this step.
+    fn is_full(&self, step: &Step) -> bool {
+        let seats = self.config.max_num_seqs as usize;
+        self.running.len() + step.kept_seats >= seats || step.prompt_tokens_left() == 0
     }
 
     /// The next head: the oldest sequence of all, then those of tenants that have less than their floors, then by age.

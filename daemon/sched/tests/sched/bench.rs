@@ -287,6 +287,15 @@ impl Bench {
         restored
     }
 
+    /// The only plan in flight killed its worker.
+    pub fn accuse(&mut self, plan: StepPlan) {
+        let finished = self.scheduler.accuse(plan);
+        self.broken.extend(finished.iter().map(|end| end.request));
+        self.note(finished);
+        self.check();
+        self.worker.respawn(self.scheduler.snapshot());
+    }
+
     pub fn cancel(&mut self, request: RequestId) {
         let finished = self.scheduler.cancel(request);
         self.note(finished);

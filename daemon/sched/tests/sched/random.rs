@@ -159,6 +159,7 @@ impl World {
             11 => self.bench.replay(true),
             12 => self.bench.replay(false),
             13 => self.revert(),
+            18 if self.dice.one_in(3) => self.die(),
             14 if self.dice.one_in(4) => self.break_one(),
             16 => {
                 let tenant = self.dice.below(self.tenants) as u32;
@@ -207,6 +208,22 @@ impl World {
             if self.bench.flying.len() == self.bench.depth {
                 self.bench.apply();
             }
+        }
+    }
+
+    /// A plan kills its worker after it has run.
+    fn die(&mut self) {
+        if self.bench.flying.is_empty() {
+            self.bench.plan();
+        }
+        while self.bench.flying.len() > 1
+            && let Some((plan, _)) = self.bench.flying.pop_back()
+        {
+            self.bench.scheduler.revert(plan);
+            self.bench.check();
+        }
+        if let Some((plan, _)) = self.bench.flying.pop_back() {
+            self.bench.accuse(plan);
         }
     }
 
