@@ -4,13 +4,13 @@ use std::ops::ControlFlow;
 use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use pagedd_core::FinishReason;
+use pagedd_core::{FinishReason, TenantId};
 use pagedd_sched::{AdmitError, Applied, Finished, Restored, Scheduler, StepOutput, StepPlan};
 use tracing::{error, warn};
 
 use crate::handle::{Command, Inbox};
 use crate::held::Held;
-use crate::traits::{EngineStats, Journal, Observer, Worker, WorkersExhausted};
+use crate::traits::{BlockLedger, EngineStats, Journal, Observer, Worker, WorkersExhausted};
 
 /// How an engine behaves.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +39,7 @@ pub struct Engine<W, J: Journal, O> {
     inbox: Inbox<J::Ticket>,
     scheduler: Scheduler,
     held: Held,
+    ledger: Option<Box<dyn BlockLedger + Send>>,
     worker: W,
     journal: J,
     observer: O,
@@ -67,6 +68,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             inbox,
             scheduler,
             held,
+            ledger: None,
             worker,
             journal,
             observer,
@@ -75,6 +77,14 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             deaths: 0,
             stats,
         }
+    }
+
+    /// With a ledger of the arena. A tenant's blocks in it are adopted as soon as the tenant has a share.
+    #[must_use]
+    pub fn with_ledger(mut self, ledger: Box<dyn BlockLedger + Send>) -> Self {
+        self.scheduler.watch_blocks();
+        self.ledger = Some(ledger);
+        self
     }
 
     /// Runs until [`Command::Stop`] or until every handle is gone, also where no worker can be had: then every request fails,
@@ -111,7 +121,10 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             }
             let now = self.now_us();
             match self.scheduler.schedule(now) {
-                Some(plan) => self.step(plan)?,
+                Some(plan) => {
+                    self.write_ledger();
+                    self.step(plan)?;
+                }
                 None => {
                     if self.idle().is_break() {
                         return Ok(());
@@ -137,6 +150,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         }
         self.stats.computed_tokens += u64::from(plan.input_tokens().0);
         let record = self.scheduler.apply(plan, output);
+        self.write_ledger();
         self.stats.last_step_us = Some(self.now_us());
         self.journal.commit(record);
         self.observe(false);
@@ -235,6 +249,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                 let set = self.scheduler.set_share(tenant, share);
                 if set.is_ok() {
                     self.scheduler.set_prompt_lookup(tenant, prompt_lookup);
+                    self.adopt(tenant);
                     let held = self.held.take(Some(tenant));
                     for restored in held {
                         self.restore(restored);
@@ -248,12 +263,25 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                 let held = self.held.take(Some(tenant)).into_iter();
                 finished.extend(held.flat_map(|mut held| held.finish(FinishReason::Cancelled)));
                 self.commit_finished(finished);
+                self.write_ledger();
                 reply(());
                 self.observe(true);
             }
             Command::Stop => return ControlFlow::Break(()),
         }
         ControlFlow::Continue(())
+    }
+
+    fn write_ledger(&mut self) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.write(&self.scheduler.take_ledger_changes());
+        }
+    }
+
+    fn adopt(&mut self, tenant: TenantId) {
+        if let Some(ledger) = &self.ledger {
+            self.stats.adopted_blocks += u64::from(self.scheduler.adopt(ledger.records(tenant)));
+        }
     }
 
     /// Its admission is durable already, so that the journal hears of it again only when something of it ends.

@@ -353,7 +353,7 @@ impl Scheduler {
             return Err(WaitReason::Budget);
         }
         let mut progress = Progress { committed: if whole { hit - 1 } else { hit }, ..Progress::default() };
-        self.adopt(id, &mut progress.table, hit);
+        self.lease_prefix(id, &mut progress.table, hit);
         let now = self.blocks_for(begin + n).0 - found.blocks + u32::from(copy);
         let mut place = progress.table.next_place(Blocks(wanted));
         let mut leases = Vec::with_capacity(now as usize);
@@ -405,7 +405,7 @@ impl Scheduler {
     }
 
     /// Leases the first `hit` blocks of the sequence's chain from the prefix cache.
-    fn adopt(&mut self, id: SequenceId, table: &mut BlockTable, hit: usize) {
+    fn lease_prefix(&mut self, id: SequenceId, table: &mut BlockTable, hit: usize) {
         let size = self.config.block_size.0 as usize;
         let Some(sequence) = self.sequences.get(&id) else { return };
         let blocks = sequence.chain.iter().zip(sequence.tokens.chunks_exact(size));

@@ -5,12 +5,13 @@ use std::collections::{BTreeMap, VecDeque};
 use pagedd_core::{
     Blocks, FinishReason, RequestId, SamplingParams, SequenceId, StepCost, TenantId, TokenId, Tokens,
 };
+use pagedd_kv::{BlockKey, Domain, DomainOwner, Ledger, LedgerHeader, PrefixHasher};
 use pagedd_sched::{
     AdmitError, Applied, Finished, Input, NewRequest, PolicyKind, Restored, RestoredChoice, Row, Scheduler,
     SchedulerConfig, ShareSpec, StepOutput, StepPlan,
 };
 
-use crate::worker::{Worker, reference};
+use crate::worker::{Worker, mix, reference};
 
 pub fn config(capacity: u32, block_size: u32) -> SchedulerConfig {
     SchedulerConfig {
@@ -76,6 +77,9 @@ pub struct Bench {
     /// Prompt tokens that a request found in the cache when it started.
     started: BTreeMap<RequestId, Tokens>,
     pub restarts: u32,
+    /// Of the worker's arena.
+    pub ledger: Option<Ledger<Vec<u8>>>,
+    pub adopted: u32,
     /// Prompt tokens of each sequence: they are numbered from 1, in the order of admission.
     prompts: BTreeMap<SequenceId, usize>,
     pub tokens: BTreeMap<(RequestId, u32), Vec<TokenId>>,
@@ -98,6 +102,8 @@ impl Bench {
             journal: Vec::new(),
             started: BTreeMap::new(),
             restarts: 0,
+            ledger: None,
+            adopted: 0,
             prompts: BTreeMap::new(),
             tokens: BTreeMap::new(),
             finished: Vec::new(),
@@ -109,6 +115,34 @@ impl Bench {
     pub fn tenant(mut self, tenant: u32, floor: u32, ceiling: u32) -> Self {
         self.scheduler.set_share(TenantId(tenant), share(floor, ceiling)).unwrap();
         self
+    }
+
+    /// With a ledger of the arena.
+    pub fn keep_ledger(&mut self) {
+        let header = self.ledger_header();
+        let memory = vec![0xee; header.ledger_bytes()];
+        self.ledger = Some(Ledger::format(memory, &header, 7).unwrap());
+        self.scheduler.watch_blocks();
+    }
+
+    fn ledger_header(&self) -> LedgerHeader {
+        let config = self.scheduler.config();
+        LedgerHeader {
+            block_size: config.block_size,
+            blocks: config.capacity,
+            block_bytes: 8 * u64::from(config.block_size.0),
+            model: config.weight_digest,
+            key_id: [1; 16],
+            weight_epoch: 0,
+        }
+    }
+
+    /// Writes what happened, or of it the first `most` changes.
+    pub fn write_ledger(&mut self, most: usize) {
+        if let Some(ledger) = &mut self.ledger {
+            let changes = self.scheduler.take_ledger_changes();
+            changes.iter().take(most).for_each(|change| ledger.write(change));
+        }
     }
 
     pub fn admit(&mut self, request: NewRequest) -> Result<(), AdmitError> {
@@ -150,6 +184,7 @@ impl Bench {
         let plan = self.scheduler.schedule(self.steps)?;
         self.check_budget(&plan);
         self.check();
+        self.write_ledger(usize::MAX);
         let output = self.worker.run(&plan);
         self.flying.push_back((plan, output));
         self.flying.back().map(|(plan, _)| plan)
@@ -207,6 +242,7 @@ impl Bench {
             later.resolve(&output);
         }
         let applied = self.scheduler.apply(plan, output);
+        self.write_ledger(usize::MAX);
         self.take(applied.clone());
         self.check();
         applied
@@ -238,15 +274,17 @@ impl Bench {
         }
     }
 
-    /// A new process on an arena that holds anything: from admissions, and from all records but the last `lost`. Gives the
-    /// choices that go on, in the order of their sequences.
+    /// A new process, from admissions and from all records but the last `lost`. Where there is no ledger, its arena holds
+    /// anything. Gives the choices that go on, in the order of their sequences.
     pub fn restart(&mut self, lost: usize) -> Vec<(RequestId, u32)> {
         let shares = self.scheduler.stats().tenants;
         self.flying.clear();
         self.scheduler = Scheduler::new(self.scheduler.config().clone());
-        let config = self.scheduler.config();
-        self.worker = Worker::new(config.capacity.0, config.block_size.0);
-        self.worker.arena.iter_mut().zip(1..).for_each(|(slot, i)| *slot = i);
+        self.worker.respawn(Vec::new());
+        self.worker.broken.clear();
+        if self.ledger.is_none() {
+            self.worker.arena.iter_mut().zip(1..).for_each(|(slot, i)| *slot = i);
+        }
         for t in shares {
             self.scheduler.set_share(t.tenant, ShareSpec { floor: t.floor, ceiling: t.ceiling }).unwrap();
         }
@@ -261,7 +299,50 @@ impl Bench {
         self.finished = journal.iter().flat_map(|record| record.finished.iter().cloned()).collect();
         self.journal = journal;
         self.prompts.clear();
+        self.adopt();
         self.restore()
+    }
+
+    /// Every record tells the truth, and is taken over where there is room.
+    fn adopt(&mut self) {
+        let Some(ledger) = self.ledger.take() else { return };
+        let ledger = Ledger::open(ledger.into_memory(), &self.ledger_header()).unwrap();
+        let truth = self.truth();
+        let size = self.scheduler.config().block_size.0 as usize;
+        for (block, record) in ledger.records() {
+            let slots = &self.worker.arena[block.0 as usize * size..][..size];
+            let expected = truth.get(&(record.owner, record.key));
+            assert_eq!(expected.map(Vec::as_slice), Some(slots), "{block} is not what its record says");
+        }
+        self.scheduler.watch_blocks();
+        self.adopted += self.scheduler.adopt(ledger.records());
+        self.check();
+        self.ledger = Some(ledger);
+    }
+
+    /// What a block of each key holds.
+    fn truth(&self) -> BTreeMap<(DomainOwner, BlockKey), Vec<u64>> {
+        let config = self.scheduler.config();
+        let hasher = PrefixHasher::new(config.cache_key);
+        let mut truth = BTreeMap::new();
+        for request in self.requests.values() {
+            let owner = DomainOwner::Tenant(request.tenant);
+            let root = hasher.root(&Domain { owner, weights: config.weight_digest, adapter: 0, dtype: 0 });
+            for choice in 0..request.n {
+                let (output, _) = reference(request, choice, config.max_model_len.0);
+                let tokens: Vec<_> = request.prompt.iter().copied().chain(output).collect();
+                let (mut key, mut slot) = (root, 0);
+                for block in tokens.chunks_exact(config.block_size.0 as usize) {
+                    key = hasher.block(key, block);
+                    let slots = block.iter().map(|token| {
+                        slot = mix(slot, u64::from(token.0) + 1);
+                        slot
+                    });
+                    truth.insert((owner, key), slots.collect());
+                }
+            }
+        }
+        truth
     }
 
     fn restore(&mut self) -> Vec<(RequestId, u32)> {

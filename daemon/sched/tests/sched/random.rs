@@ -96,6 +96,9 @@ impl World {
             tried: 0,
             right: 0,
         };
+        if world.dice.one_in(2) {
+            world.bench.keep_ledger();
+        }
         for tenant in 0..tenants {
             world.set_share(tenant as u32);
         }
@@ -166,11 +169,7 @@ impl World {
                 let on = [None, Some(true), Some(false)][self.dice.below(3) as usize];
                 self.bench.scheduler.set_prompt_lookup(TenantId(tenant), on);
             }
-            17 if self.dice.one_in(8) => {
-                self.count();
-                let lost = self.dice.below(4) as usize;
-                self.bench.restart(lost);
-            }
+            17 if self.dice.one_in(8) => self.crash(),
             15 if self.remove_tenants && self.dice.one_in(4) => {
                 let tenant = self.dice.below(self.tenants) as u32;
                 let finished = self.bench.scheduler.remove_tenant(TenantId(tenant));
@@ -209,6 +208,40 @@ impl World {
                 self.bench.apply();
             }
         }
+    }
+
+    /// The process ends between any two writes, and another begins.
+    fn crash(&mut self) {
+        self.count();
+        let some = self.dice.below(6) as usize;
+        match self.dice.below(4) {
+            0 => {}
+            1 => {
+                // A plan that was never sent, with some of its blocks cleared.
+                if self.bench.flying.len() < self.bench.depth {
+                    let _ = self.bench.scheduler.schedule(self.bench.steps);
+                    self.bench.write_ledger(some);
+                }
+            }
+            2 => {
+                // One that ran, whole or in part, and gave nothing.
+                if self.bench.flying.len() < self.bench.depth {
+                    self.bench.plan();
+                }
+            }
+            _ => {
+                // One that was applied, with some of its blocks committed and nothing journaled.
+                if self.bench.flying.is_empty() {
+                    self.bench.plan();
+                }
+                if let Some((plan, output)) = self.bench.flying.pop_front() {
+                    let _ = self.bench.scheduler.apply(plan, output);
+                    self.bench.write_ledger(some);
+                }
+            }
+        }
+        let lost = self.dice.below(4) as usize;
+        self.bench.restart(lost);
     }
 
     /// A plan kills its worker after it has run.
@@ -284,6 +317,7 @@ fn bug_16_a_long_run_of_random_steps_never_stalls() {
         std::env::var("PAGEDD_RANDOM_STEPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
     let (mut done, mut preemptions, mut ended, mut seed) = (0, 0, 0, 1);
     let (mut tried, mut right, mut restarts) = (0_u64, 0_u64, 0);
+    let mut adopted = 0;
     while done < steps {
         let part = 1000.min(steps - done);
         let world = run(seed, part, false);
@@ -292,16 +326,18 @@ fn bug_16_a_long_run_of_random_steps_never_stalls() {
         right += world.right;
         ended += world.bench.finished.len();
         restarts += world.bench.restarts;
+        adopted += world.bench.adopted;
         done += part;
         seed += 1;
     }
     println!(
-        "{done} random steps in {seed} worlds: {ended} choices ended, {preemptions} preemptions, {restarts} restarts, {right} of {tried} guesses right"
+        "{done} random steps in {seed} worlds: {ended} choices ended, {preemptions} preemptions, {restarts} restarts with {adopted} blocks, {right} of {tried} guesses right"
     );
     assert!(
         preemptions > done / 1000,
         "only {preemptions} preemptions: the pools were too large to prove anything"
     );
+    assert!(adopted > restarts, "{adopted} blocks adopted in {restarts} restarts");
     assert!(
         right > done / 100 && tried > right + right / 10,
         "{right} of {tried} guesses right: nothing proved"

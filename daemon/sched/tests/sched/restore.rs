@@ -1,7 +1,7 @@
 //! Requests of an earlier scheduler: nothing lost, nothing doubled, nothing changed.
 
 use pagedd_core::{Blocks, FinishReason, TenantId, TokenId, Tokens};
-use pagedd_sched::{AdmitError, NewRequest, Restored, RestoredChoice};
+use pagedd_sched::{AdmitError, LedgerRecord, NewRequest, Restored, RestoredChoice};
 
 use crate::bench::{Bench, config, id, request, share};
 use crate::worker::reference;
@@ -48,6 +48,80 @@ fn a_restart_after_any_step_changes_no_output_and_no_usage() {
     }
     println!("{restarts} restarts with {open} open choices, {preempted} preemptions after them");
     assert!(open > 10 * restarts / 3 && preempted > 50, "{open} open choices, {preempted} preemptions");
+}
+
+#[test]
+fn with_a_ledger_at_most_a_block_of_each_sequence_is_computed_again() {
+    let (mut most, mut rows) = (0, 0);
+    for steps in 1..40 {
+        let mut config = config(600, 4);
+        (config.max_num_seqs, config.max_num_batched_tokens) = (40, Tokens(1000));
+        let mut bench = Bench::new(config, 1).tenant(0, 0, 600).tenant(1, 100, 600);
+        bench.keep_ledger();
+        for number in 1..=16 {
+            let tenant = (number % 2) as u32;
+            bench
+                .admit(NewRequest { n: 1 + 3 * tenant, ..request(number, tenant, 20 + number as u32, 30) })
+                .unwrap();
+        }
+        bench.run(steps);
+        let open = bench.restart(0).len();
+        let Some(plan) = bench.plan() else { break };
+        assert_eq!(plan.rows.len(), open, "all run again at once");
+        let computed = plan.rows.iter().map(|row| row.inputs.len()).max().unwrap();
+        // The last token was drawn and had not been an input.
+        assert!(computed <= 4, "step {steps}: {computed} tokens of one sequence");
+        (most, rows) = (most.max(computed), rows + plan.rows.len());
+        bench.finish();
+    }
+    println!("{rows} sequences, {most} tokens of one at most");
+    assert!(rows > 500, "{rows} sequences prove nothing");
+}
+
+#[test]
+fn a_record_of_a_tenant_without_a_share_is_not_adopted_and_gone_once_its_block_is_used() {
+    let mut bench = Bench::new(config(8, 4), 1).tenant(0, 0, 8).tenant(1, 0, 8);
+    bench.keep_ledger();
+    bench.admit(request(1, 0, 30, 2)).unwrap();
+    bench.finish();
+    let ledger = bench.ledger.take().unwrap();
+    let records: Vec<_> = ledger.records().collect();
+    assert_eq!(records.len(), 7);
+    // The next process knows tenant 1 first, and has it write all blocks.
+    let mut next = Bench::new(config(8, 4), 1).tenant(1, 0, 8);
+    next.scheduler.watch_blocks();
+    next.ledger = Some(ledger);
+    assert_eq!(next.scheduler.adopt(records.clone()), 0);
+    next.admit(request(2, 1, 30, 2)).unwrap();
+    next.finish();
+    let left: Vec<_> = next.ledger.as_ref().unwrap().records().collect();
+    next.scheduler.set_share(TenantId(0), share(0, 8)).unwrap();
+    assert_eq!(
+        next.scheduler.adopt(left.iter().copied()),
+        0,
+        "those left are tenant 1's, and cached: {left:?}"
+    );
+    assert_eq!(left.len(), 7);
+    // Had one been left, its block is not free.
+    assert_eq!(next.scheduler.adopt(records.into_iter().take(1)), 0);
+    next.check();
+}
+
+#[test]
+fn what_is_adopted_counts_as_its_tenants_and_keeps_to_the_ceiling() {
+    let mut bench = Bench::new(config(16, 4), 1).tenant(0, 0, 16);
+    bench.keep_ledger();
+    bench.admit(request(1, 0, 40, 2)).unwrap();
+    bench.finish();
+    let records: Vec<_> = bench.ledger.as_ref().unwrap().records().collect();
+    let mut next = Bench::new(config(16, 4), 1).tenant(0, 0, 6);
+    let partial =
+        records.iter().map(|(block, record)| (*block, LedgerRecord { tokens: Tokens(3), ..*record }));
+    assert_eq!(next.scheduler.adopt(partial), 0, "a block that is not full");
+    assert_eq!(next.scheduler.adopt(records.iter().copied()), 6);
+    assert_eq!(next.scheduler.adopt(records), 0, "once");
+    next.check();
+    assert_eq!(next.scheduler.stats().tenants[0].cached, Blocks(6));
 }
 
 #[test]
