@@ -1,30 +1,18 @@
 //! A request that kills its workers fails alone: its neighbours' outputs are what they are without it.
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
 use std::cell::{Cell, RefCell};
-use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use pagedd_core::{
-    Blocks, FinishReason, RequestId, SamplingParams, SequenceId, StepCost, TenantId, TokenId, Tokens,
-};
+use pagedd_core::{SequenceId, TokenId};
 use pagedd_engine::{
-    Command, Engine, EngineConfig, EngineHandle, EngineStats, Journal, Observer, StepRecord, Submission,
-    Worker, WorkerLost, WorkersExhausted, inbox,
+    Command, Engine, EngineConfig, EngineStats, Submission, Worker, WorkerLost, WorkersExhausted, inbox,
 };
-use pagedd_sched::{
-    AdmitError, Input, NewRequest, PolicyKind, Row, Scheduler, SchedulerConfig, SequenceSnapshot, ShareSpec,
-    StepOutput, StepPlan,
-};
+use pagedd_sched::{Input, NewRequest, Row, SequenceSnapshot, StepOutput, StepPlan};
 
-#[allow(dead_code, reason = "the scheduler's tests use more of it")]
-#[path = "../../sched/tests/sched/worker.rs"]
-mod toy;
+use crate::bench::{BLOCK, Journaled, Keeper, PROMPT, REQUESTS, Recorder, id, requests, scheduler, share};
+use crate::toy;
 
-const REQUESTS: u64 = 64;
-const PROMPT: u32 = 12;
-const MAX_MODEL_LEN: u32 = 64;
 /// In the prompts of requests that kill as these are computed.
 const POISON: TokenId = TokenId(7777);
 /// A pool that has room for all, and one that has not.
@@ -64,92 +52,6 @@ impl Worker for Mortal {
     }
 }
 
-type Outputs = BTreeMap<(RequestId, u32), (Vec<TokenId>, Option<FinishReason>)>;
-
-struct Recorder {
-    outputs: Rc<RefCell<Outputs>>,
-    handle: EngineHandle<()>,
-    open: u32,
-}
-
-impl Journal for Recorder {
-    type Ticket = ();
-
-    fn admitted(&mut self, _: RequestId, (): ()) {}
-
-    fn refused(&mut self, (): (), error: AdmitError) {
-        panic!("{error}");
-    }
-
-    fn commit(&mut self, record: StepRecord) {
-        let mut outputs = self.outputs.borrow_mut();
-        for token in record.tokens {
-            let (tokens, end) = outputs.entry((token.request, token.choice)).or_default();
-            assert_eq!(*end, None, "a token after the end");
-            tokens.push(token.token);
-        }
-        for finished in record.finished {
-            let (_, end) = outputs.entry((finished.request, finished.choice)).or_default();
-            assert_eq!(end.replace(finished.reason), None, "two ends");
-            self.open -= 1;
-        }
-        if self.open == 0 {
-            self.handle.send(Command::Stop).map_err(|(full, _)| full).unwrap();
-        }
-    }
-}
-
-/// Keeps the last numbers.
-struct Keeper(Rc<RefCell<EngineStats>>);
-
-impl Observer for Keeper {
-    fn observe(&mut self, stats: EngineStats) {
-        self.0.replace(stats);
-    }
-}
-
-fn id(number: u64) -> RequestId {
-    RequestId(u128::from(number).to_be_bytes())
-}
-
-/// A request's number is that of its first sequence, where all before it have one choice.
-fn requests() -> Vec<NewRequest> {
-    let request = |number: u64| NewRequest {
-        id: id(number),
-        tenant: TenantId((number % 2) as u32),
-        prompt: (0..PROMPT).map(|i| TokenId(number as u32 * 31 + i * 7)).collect(),
-        n: 1,
-        max_tokens: Tokens(10),
-        stop_ids: vec![TokenId(number as u32 % 50)],
-        sampling: SamplingParams { seed: number, ..SamplingParams::GREEDY },
-    };
-    (1..=REQUESTS).map(request).collect()
-}
-
-fn scheduler(blocks: u32) -> Scheduler {
-    let mut scheduler = Scheduler::new(SchedulerConfig {
-        block_size: Tokens(4),
-        capacity: Blocks(blocks),
-        max_num_seqs: 80,
-        max_num_batched_tokens: Tokens(1024),
-        max_model_len: Tokens(MAX_MODEL_LEN),
-        max_queued_requests: 100,
-        policy: PolicyKind::Fcfs,
-        cache_key: [0; 32],
-        weight_digest: [0; 16],
-        prefix_cache: true,
-        prompt_lookup: true,
-        max_drafts: 16,
-        cost: StepCost::UNKNOWN,
-        itl_target_us: None,
-    });
-    for tenant in 0..2 {
-        let share = ShareSpec { floor: Blocks(blocks / 4), ceiling: Blocks(blocks) };
-        scheduler.set_share(TenantId(tenant), share).unwrap();
-    }
-    scheduler
-}
-
 /// Runs `requests` in a pool of so many blocks, on workers that die of certain rows. The `killers` fail, and nobody else notices.
 /// Gives the numbers of deaths and of preemptions.
 fn run(
@@ -158,32 +60,30 @@ fn run(
     killers: &[u64],
     kills: impl Fn(&Row) -> bool + 'static,
 ) -> (u32, u64) {
-    let (outputs, deaths) = (Rc::new(RefCell::default()), Rc::new(Cell::new(0)));
+    let (journaled, deaths) = (Rc::<RefCell<Journaled>>::default(), Rc::new(Cell::new(0)));
     let stats = Rc::new(RefCell::default());
-    let (handle, commands) = inbox(REQUESTS as usize + 1);
-    for request in requests {
-        let submission = Submission { request: request.clone(), ticket: () };
-        handle.send(Command::Submit(Box::new(submission))).map_err(|(full, _)| full).unwrap();
+    let (handle, commands) = inbox(REQUESTS as usize + 3);
+    let submissions = requests
+        .iter()
+        .map(|request| Command::Submit(Box::new(Submission { request: request.clone(), ticket: () })));
+    for command in [share(0, blocks), share(1, blocks)].into_iter().chain(submissions) {
+        handle.send(command).map_err(|(full, _)| full).unwrap();
     }
-    let toy = toy::Worker::new(blocks, 4);
+    let toy = toy::Worker::new(blocks, BLOCK);
     let worker = Mortal { toy, plan: None, kills: Box::new(kills), deaths: Rc::clone(&deaths) };
     let open = requests.iter().map(|request| request.n).sum();
-    let journal = Recorder { outputs: Rc::clone(&outputs), handle, open };
+    let journal = Recorder { journaled: Rc::clone(&journaled), handle, open, records: u32::MAX };
     let observer = Keeper(Rc::clone(&stats));
     let config = EngineConfig { observe_every: Duration::ZERO, ..EngineConfig::default() };
     let engine = Engine::new(config, commands, scheduler(blocks), worker, journal, observer, Instant::now());
     engine.run().unwrap();
     let killers: Vec<_> = killers.iter().map(|number| id(*number)).collect();
+    let journaled = journaled.borrow();
     for request in requests {
-        for choice in 0..request.n {
-            let (tokens, end) = &outputs.borrow()[&(request.id, choice)];
-            let (expected, reason) = toy::reference(request, choice, MAX_MODEL_LEN);
-            if killers.contains(&request.id) {
-                assert_eq!(*end, Some(FinishReason::Failed), "{}", request.id);
-                assert_eq!(tokens[..], expected[..tokens.len()], "what it emitted before is right");
-            } else {
-                assert_eq!((tokens, *end), (&expected, Some(reason)), "{} choice {choice}", request.id);
-            }
+        if killers.contains(&request.id) {
+            journaled.check_failed(request);
+        } else {
+            journaled.check(request);
         }
     }
     let stats: EngineStats = stats.take();
