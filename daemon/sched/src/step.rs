@@ -2,8 +2,6 @@
 //!
 //! **Owns** the order. **Never** distinguishes prefill from decode: a sequence has computed some of its tokens and catches up.
 
-use std::collections::BTreeSet;
-
 use pagedd_core::{BlockId, Blocks, PlanId, RequestId, SequenceId, TenantId, Tokens};
 use pagedd_kv::{AccountId, AllocError, BlockLease, BlockTable, CachedPrefix, CopyOnWrite, Place};
 
@@ -12,6 +10,7 @@ use crate::plan::{Begin, BlockCopy, Input, Row, StepPlan, TableUpdate};
 use crate::reclaim::{Claims, take};
 use crate::scheduler::{Flight, MadeCopy, Scheduler};
 use crate::sequence::{Progress, Sequence, State};
+use crate::suspect::Group;
 
 /// A tenant's next sequence did not start in the last step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -69,9 +68,17 @@ pub(crate) struct Step {
     pub lending_closed: bool,
     /// Seats kept for sequences whose blocks are on the way.
     kept_seats: usize,
+    /// Only these run.
+    pub alone: Option<Group>,
 }
 
 impl Step {
+    /// Up to where a sequence may compute that could up to `end`: one of those that run alone no further than it is to.
+    fn end(&self, id: SequenceId, end: usize) -> usize {
+        let most = self.alone.as_ref().and_then(|alone| alone.get(&id));
+        most.map_or(end, |most| end.min(*most))
+    }
+
     /// Tokens that prompts may have.
     fn prompt_tokens_left(&self) -> usize {
         self.tokens_left.saturating_sub(self.promised)
@@ -97,12 +104,12 @@ impl Scheduler {
     }
 
     /// Plans one iteration, of nobody but `only` where that is given.
-    pub(crate) fn plan(&mut self, only: Option<&BTreeSet<SequenceId>>) -> Option<StepPlan> {
+    pub(crate) fn plan(&mut self, only: Option<&Group>) -> Option<StepPlan> {
         let mut preempted = false;
         // Those that run alone had all they need in a plan with others.
         let claims = if only.is_some() { Claims::default() } else { self.reclaim(&mut preempted) };
         let running = self.running.iter().copied();
-        let running: Vec<_> = running.filter(|id| only.is_none_or(|only| only.contains(id))).collect();
+        let running: Vec<_> = running.filter(|id| only.is_none_or(|only| only.contains_key(id))).collect();
         let decoding: Vec<usize> =
             running.iter().filter_map(|id| self.sequences.get(id)?.decodes()).collect();
         let mut step = Step {
@@ -122,6 +129,7 @@ impl Scheduler {
             outstanding_total: 0,
             lending_closed: preempted,
             kept_seats: 0,
+            alone: only.cloned(),
         };
         for id in running {
             self.continue_running(&mut step, id);
@@ -151,13 +159,14 @@ impl Scheduler {
         let Some(sequence) = self.sequences.get(&id) else { return };
         let Some((start, end)) = sequence.ready() else { return };
         let decodes = sequence.decodes().is_some();
+        let most = step.end(id, end).max(start);
         let allowed = if decodes {
             step.promised -= 1;
             step.tokens_left
         } else {
-            step.prompt_tokens_left().min(step.budget.offer(start, end))
+            step.prompt_tokens_left().min(step.budget.offer(start, most))
         };
-        let n = self.chunk(start, end, allowed);
+        let n = self.chunk(start, most, allowed);
         if n > 0 {
             match self.secure(step, id, start, n) {
                 Secured::Blocks(leases) => {
@@ -294,8 +303,8 @@ impl Scheduler {
     }
 
     /// Starts those that wait of these, whoever else waits.
-    fn start_only(&mut self, step: &mut Step, only: &BTreeSet<SequenceId>) {
-        for id in only {
+    fn start_only(&mut self, step: &mut Step, only: &Group) {
+        for id in only.keys() {
             let queued = self.sequences.get(id).is_some_and(|s| matches!(s.state, State::Waiting(Some(_))));
             if queued && !self.is_full(step) {
                 // What cannot start is tried again.
@@ -348,7 +357,9 @@ impl Scheduler {
         let wanted = self.blocks_for(total).0 - found.blocks + u32::from(copy);
         self.room_for(step, account, wanted, found.unreferenced)?;
 
-        let n = self.chunk(begin, total, step.budget.offer(begin, total).min(step.prompt_tokens_left()));
+        // More of it may be in the cache now.
+        let most = step.end(id, total).max(begin + 1);
+        let n = self.chunk(begin, most, step.budget.offer(begin, most).min(step.prompt_tokens_left()));
         if n == 0 {
             return Err(WaitReason::Budget);
         }

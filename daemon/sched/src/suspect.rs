@@ -3,13 +3,13 @@
 //! **Owns** the sequences under suspicion, in groups of which one is tried at a time. **Never** decides that a plan killed
 //! anybody: that is the engine's.
 //!
-//! A plan is undone as if it had never been made, so that any part of its rows can be tried alone, and from the same state:
-//! whatever blocks the whole had are there for a part. As long as there are groups, plans hold rows of the last one and of
+//! A plan is undone as if it had never been made, so that any part of its rows can be tried alone. A row that is tried goes no
+//! further than it did: so the parts need, one after another, the blocks that the whole had, and these are there. As long as there are groups, plans hold rows of the last one and of
 //! nobody else. A sequence whose plan was applied is cleared, and waits until the others are; a group that kills again is
 //! halved; the last request of a group fails. With `r` requests in a plan, one that kills is found after `log2(r) + 1` more
 //! deaths.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use pagedd_core::{FinishReason, RequestId, SequenceId};
 
@@ -17,20 +17,23 @@ use crate::plan::{Row, StepPlan};
 use crate::request::Finished;
 use crate::scheduler::Scheduler;
 
+/// Sequences that run without others, and up to which position.
+pub(crate) type Group = BTreeMap<SequenceId, usize>;
+
 /// The group that is tried next is the last. None is empty.
 #[derive(Debug, Default)]
-pub(crate) struct Suspects(Vec<BTreeSet<SequenceId>>);
+pub(crate) struct Suspects(Vec<Group>);
 
 impl Suspects {
     /// These are not under suspicion any more, or not in the group they were in.
     pub fn remove(&mut self, rows: &[Row]) {
         for group in &mut self.0 {
-            group.retain(|id| rows.iter().all(|row| row.seq != *id));
+            group.retain(|id, _| rows.iter().all(|row| row.seq != *id));
         }
         self.0.retain(|group| !group.is_empty());
     }
 
-    fn push(&mut self, group: BTreeSet<SequenceId>) {
+    fn push(&mut self, group: Group) {
         if !group.is_empty() {
             self.0.push(group);
         }
@@ -44,12 +47,11 @@ impl Scheduler {
     /// For a plan of a group under suspicion one death is enough to say so; for others ask another worker first.
     #[must_use = "these ends are reported nowhere else"]
     pub fn accuse(&mut self, plan: StepPlan) -> Vec<Finished> {
-        let mut accused: Vec<_> = plan.rows.iter().map(|row| row.seq).collect();
         // By age, so that the choices of a request stand together.
-        accused.sort_unstable();
+        let accused: Group = plan.rows.iter().map(|row| (row.seq, row.certain().0 as usize)).collect();
         self.suspects.remove(&plan.rows);
         self.revert(plan);
-        let requests = self.requests_of(accused.iter());
+        let requests = self.requests_of(accused.keys());
         if requests.len() < 2 {
             return requests
                 .into_iter()
@@ -57,7 +59,9 @@ impl Scheduler {
                 .collect();
         }
         let (first, _) = requests.split_at(requests.len() / 2);
-        let of_first = |id: &SequenceId| self.sequences.get(id).is_some_and(|s| first.contains(&s.request));
+        let of_first = |(id, _): &(SequenceId, usize)| {
+            self.sequences.get(id).is_some_and(|sequence| first.contains(&sequence.request))
+        };
         let (first, second) = accused.into_iter().partition(of_first);
         self.suspects.push(second);
         self.suspects.push(first);
@@ -67,23 +71,23 @@ impl Scheduler {
     /// How many sequences are under suspicion. While there are any, nobody else runs.
     #[must_use]
     pub fn suspects(&self) -> usize {
-        self.suspects.0.iter().map(BTreeSet::len).sum()
+        self.suspects.0.iter().map(Group::len).sum()
     }
 
     /// Fails every request under suspicion: there was no telling them apart.
     #[must_use = "these ends are reported nowhere else"]
     pub fn fail_suspects(&mut self) -> Vec<Finished> {
         let groups = std::mem::take(&mut self.suspects).0;
-        let requests = self.requests_of(groups.iter().flatten());
+        let requests = self.requests_of(groups.iter().flat_map(Group::keys));
         requests.into_iter().flat_map(|id| self.finish_request(id, FinishReason::Failed)).collect()
     }
 
     /// Plans for the group that is tried next. `None` where nobody is under suspicion, or all that can be tried is in flight.
     pub(crate) fn try_suspects(&mut self) -> Option<StepPlan> {
         while let Some(mut group) = self.suspects.0.pop() {
-            group.retain(|id| self.sequences.get(id).is_some_and(|sequence| !sequence.is_finished()));
+            group.retain(|id, _| self.sequences.get(id).is_some_and(|sequence| !sequence.is_finished()));
             let plan = self.plan(Some(&group));
-            // Where none of it can run by itself, for what changed since, it goes back among the others untried.
+            // Where none of it can run by itself, because a share changed since, it goes back among the others untried.
             if plan.is_some() || !self.flights.is_empty() {
                 self.suspects.push(group);
                 return plan;

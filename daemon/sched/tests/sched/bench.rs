@@ -360,7 +360,13 @@ impl Bench {
             }
             if choices.iter().any(|choice| choice.finished.is_none()) {
                 let cached_tokens = self.started.get(&id).copied();
-                let finished = self.scheduler.restore(&Restored { request, choices, cached_tokens }).unwrap();
+                let mut known = Restored { request, choices, cached_tokens };
+                let finished = match self.scheduler.restore(&known) {
+                    Ok(finished) => finished,
+                    // It was removed, and of that the record was lost.
+                    Err(AdmitError::UnknownTenant(_)) => known.finish(FinishReason::Cancelled),
+                    Err(error) => panic!("{error}"),
+                };
                 self.note(finished);
                 self.check();
             }
