@@ -6,6 +6,7 @@
 //! tenants  a: floor 4 ceiling 8   b: floor 0 ceiling 8   pool 10
 //! submit   a1 prompt 64  max 8  n 1  like a0                  (max 1, n 1; `like`: the same tokens as far as they go)
 //! step 3 | plan | apply | revert | finish | show | cancel a1 | stop a1.0 | share a floor 2 ceiling 8
+//! kill                                                        (the plan in flight kills its workers)
 //! restart lost 1                                              (a new scheduler, from all records but the last; lost 0)
 //! ```
 //! `UPDATE_SCENARIOS=1` writes what was given; the difference is read in review.
@@ -122,6 +123,12 @@ impl Player {
                 let (plan, _) = bench.flying.pop_back().expect("a plan in flight");
                 bench.scheduler.revert(plan);
                 bench.check();
+            }
+            "kill" => {
+                let bench = self.bench();
+                let (plan, _) = bench.flying.pop_back().expect("a plan in flight");
+                bench.accuse(plan);
+                self.ends();
             }
             "restart" => self.restart(value(words, "lost", 0) as usize),
             "finish" => {
