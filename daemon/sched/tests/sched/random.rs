@@ -162,7 +162,7 @@ impl World {
             11 => self.bench.replay(true),
             12 => self.bench.replay(false),
             13 => self.revert(),
-            18 if self.dice.one_in(3) => self.die(),
+            18 if self.dice.one_in(6) => self.die(),
             14 if self.dice.one_in(4) => self.break_one(),
             16 => {
                 let tenant = self.dice.below(self.tenants) as u32;
