@@ -4,24 +4,29 @@ use std::ops::ControlFlow;
 use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use pagedd_sched::{Applied, Finished, Scheduler, StepOutput, StepPlan};
+use pagedd_core::{FinishReason, TenantId};
+use pagedd_sched::{AdmitError, Applied, Finished, Restored, Scheduler, StepOutput, StepPlan};
 use tracing::{error, warn};
 
 use crate::handle::{Command, Inbox};
-use crate::traits::{EngineStats, Journal, Observer, Worker, WorkersExhausted};
+use crate::held::Held;
+use crate::traits::{BlockLedger, EngineStats, Journal, Observer, Worker, WorkersExhausted};
 
 /// How an engine behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineConfig {
     /// Between two observations while the engine works.
     pub observe_every: Duration,
-    /// A plan that has taken this many workers with it is given up, and every request with a row in it fails.
+    /// A plan that has taken this many workers with it is accused: from then on parts of it run alone, and one death is enough,
+    /// until the request is found that kills workers.
     pub plan_deaths: u32,
+    /// After this many deaths without a completed step no single request is to blame: all that are under suspicion fail.
+    pub deaths_in_a_row: u32,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        Self { observe_every: Duration::from_millis(100), plan_deaths: 3 }
+        Self { observe_every: Duration::from_millis(100), plan_deaths: 2, deaths_in_a_row: 16 }
     }
 }
 
@@ -33,11 +38,15 @@ pub struct Engine<W, J: Journal, O> {
     config: EngineConfig,
     inbox: Inbox<J::Ticket>,
     scheduler: Scheduler,
+    held: Held,
+    ledger: Option<Box<dyn BlockLedger + Send>>,
     worker: W,
     journal: J,
     observer: O,
     start: Instant,
     observed: Option<Instant>,
+    /// Workers lost since the last completed step.
+    deaths: u32,
     /// Numbers that the scheduler does not keep; its own are filled in when observed.
     stats: EngineStats,
 }
@@ -53,8 +62,29 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         observer: O,
         start: Instant,
     ) -> Self {
-        let stats = EngineStats::default();
-        Self { config, inbox, scheduler, worker, journal, observer, start, observed: None, stats }
+        let (held, stats) = (Held::default(), EngineStats::default());
+        Self {
+            config,
+            inbox,
+            scheduler,
+            held,
+            ledger: None,
+            worker,
+            journal,
+            observer,
+            start,
+            observed: None,
+            deaths: 0,
+            stats,
+        }
+    }
+
+    /// With a ledger of the arena. A tenant's blocks in it are adopted as soon as the tenant has a share.
+    #[must_use]
+    pub fn with_ledger(mut self, ledger: Box<dyn BlockLedger + Send>) -> Self {
+        self.scheduler.watch_blocks();
+        self.ledger = Some(ledger);
+        self
     }
 
     /// Runs until [`Command::Stop`] or until every handle is gone, also where no worker can be had: then every request fails,
@@ -72,10 +102,16 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             if self.obey(command).is_break() {
                 return;
             }
-            let finished = self.scheduler.fail_all();
-            self.commit_finished(finished);
-            self.observe(true);
+            self.fail_all();
         }
+    }
+
+    fn fail_all(&mut self) {
+        let mut finished = self.scheduler.fail_all();
+        let held = self.held.take(None).into_iter();
+        finished.extend(held.flat_map(|mut held| held.finish(FinishReason::Failed)));
+        self.commit_finished(finished);
+        self.observe(true);
     }
 
     fn steps(&mut self) -> Result<(), WorkersExhausted> {
@@ -85,7 +121,10 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             }
             let now = self.now_us();
             match self.scheduler.schedule(now) {
-                Some(plan) => self.step(plan)?,
+                Some(plan) => {
+                    self.write_ledger();
+                    self.step(plan)?;
+                }
                 None => {
                     if self.idle().is_break() {
                         return Ok(());
@@ -98,8 +137,9 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
     /// The plain loop's step: one plan from schedule to commit.
     fn step(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
         let Some(output) = self.execute(&plan)? else {
-            return self.give_up(plan);
+            return self.accuse(plan);
         };
+        self.deaths = 0;
         self.stats.steps += 1;
         self.stats.compute_us += output.compute_us;
         let cost = &self.scheduler.config().cost;
@@ -110,6 +150,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         }
         self.stats.computed_tokens += u64::from(plan.input_tokens().0);
         let record = self.scheduler.apply(plan, output);
+        self.write_ledger();
         self.stats.last_step_us = Some(self.now_us());
         self.journal.commit(record);
         self.observe(false);
@@ -118,14 +159,17 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
 
     /// The output of `plan`, through as many workers as it takes; `None` where it has taken too many with it.
     fn execute(&mut self, plan: &StepPlan) -> Result<Option<StepOutput>, WorkersExhausted> {
-        for deaths in 1..=self.config.plan_deaths {
+        let most = if self.scheduler.suspects() > 0 { 1 } else { self.config.plan_deaths };
+        for deaths in 1..=most {
             match self.worker.submit(plan).and_then(|()| self.worker.collect()) {
                 Ok(output) => return Ok(Some(output)),
                 Err(lost) => {
                     self.stats.workers_lost += 1;
-                    warn!(plan = plan.id.0, deaths, reason = lost.reason, "worker lost");
-                    // After the last death the plan is given up first: the next worker is not to know its sequences.
-                    if deaths < self.config.plan_deaths {
+                    self.deaths += 1;
+                    let rows = plan.rows.len();
+                    warn!(plan = plan.id.0, rows, deaths, reason = lost.reason, "worker lost");
+                    // After the last death the plan is undone first: the next worker is not to know of it.
+                    if deaths < most {
                         self.recover()?;
                     }
                 }
@@ -138,25 +182,22 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         let sequences = self.scheduler.snapshot();
         self.worker.recover(sequences).inspect_err(|exhausted| {
             error!(reason = exhausted.reason, "no worker can be had; every request of this model fails");
-            let finished = self.scheduler.fail_all();
-            self.commit_finished(finished);
-            self.observe(true);
+            self.fail_all();
         })
     }
 
-    /// Fails the requests of a plan that kills workers, and starts the next worker without them.
-    fn give_up(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
-        error!(plan = plan.id.0, rows = plan.rows.len(), "this plan kills workers; its requests fail");
-        let failed = plan
-            .rows
-            .iter()
-            .flat_map(|row| std::iter::once(row.seq).chain(row.samples.iter().copied()))
-            .map(|seq| (seq, "the worker died on this request".to_owned()))
-            .collect();
-        let output = StepOutput { plan: plan.id, sampled: Vec::new(), failed, compute_us: 0 };
-        let record = self.scheduler.apply(plan, output);
-        self.journal.commit(record);
-        // What the plan would have begun or copied never happened: the worker starts from the scheduler's state.
+    /// Undoes a plan that kills workers, and starts the next worker without it. What it would have begun, copied or written never
+    /// happened: the worker is told the scheduler's state.
+    fn accuse(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
+        let mut finished = self.scheduler.accuse(plan);
+        if self.deaths >= self.config.deaths_in_a_row {
+            self.deaths = 0;
+            finished.extend(self.scheduler.fail_suspects());
+        }
+        for request in finished.iter().filter(|end| end.ended.is_some()).map(|end| end.request) {
+            error!(%request, "workers die on this request; it fails");
+        }
+        self.commit_finished(finished);
         self.recover()
     }
 
@@ -193,25 +234,36 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                     Err(error) => self.journal.refused(submission.ticket, error),
                 }
             }
+            Command::Restore(restored) => self.restore(*restored),
             Command::Cancel(request) => {
-                let finished = self.scheduler.cancel(request);
+                let mut finished = self.scheduler.cancel(request);
+                finished.extend(self.held.cancel(request));
                 self.commit_finished(finished);
             }
             Command::FinishChoice { request, choice, reason } => {
-                let finished = self.scheduler.finish_choice(request, choice, reason);
+                let mut finished = self.scheduler.finish_choice(request, choice, reason);
+                finished.extend(self.held.finish_choice(request, choice, reason));
                 self.commit_finished(finished);
             }
             Command::SetTenant { tenant, share, prompt_lookup, reply } => {
                 let set = self.scheduler.set_share(tenant, share);
                 if set.is_ok() {
                     self.scheduler.set_prompt_lookup(tenant, prompt_lookup);
+                    self.adopt(tenant);
+                    let held = self.held.take(Some(tenant));
+                    for restored in held {
+                        self.restore(restored);
+                    }
                 }
                 reply(set);
                 self.observe(true);
             }
             Command::RemoveTenant { tenant, reply } => {
-                let finished = self.scheduler.remove_tenant(tenant);
+                let mut finished = self.scheduler.remove_tenant(tenant);
+                let held = self.held.take(Some(tenant)).into_iter();
+                finished.extend(held.flat_map(|mut held| held.finish(FinishReason::Cancelled)));
                 self.commit_finished(finished);
+                self.write_ledger();
                 reply(());
                 self.observe(true);
             }
@@ -220,9 +272,40 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         ControlFlow::Continue(())
     }
 
+    fn write_ledger(&mut self) {
+        if let Some(ledger) = &mut self.ledger {
+            ledger.write(&self.scheduler.take_ledger_changes());
+        }
+    }
+
+    fn adopt(&mut self, tenant: TenantId) {
+        if let Some(ledger) = &self.ledger {
+            self.stats.adopted_blocks += u64::from(self.scheduler.adopt(ledger.records(tenant)));
+        }
+    }
+
+    /// Its admission is durable already, so that the journal hears of it again only when something of it ends.
+    fn restore(&mut self, mut restored: Restored) {
+        match self.scheduler.restore(&restored) {
+            Ok(finished) => self.commit_finished(finished),
+            Err(AdmitError::UnknownTenant(_)) => self.held.push(restored),
+            Err(error @ AdmitError::Duplicate(_)) => error!(%error, "restored twice"),
+            Err(
+                error @ (AdmitError::ContextLength { .. }
+                | AdmitError::NeverFits { .. }
+                | AdmitError::QueueFull { .. }
+                | AdmitError::Nothing { .. }),
+            ) => {
+                error!(request = %restored.request.id, %error, "an accepted request cannot go on");
+                let finished = restored.finish(FinishReason::Failed);
+                self.commit_finished(finished);
+            }
+        }
+    }
+
     fn commit_finished(&mut self, finished: Vec<Finished>) {
         if !finished.is_empty() {
-            self.journal.commit(Applied { tokens: Vec::new(), finished });
+            self.journal.commit(Applied { finished, ..Applied::default() });
         }
     }
 

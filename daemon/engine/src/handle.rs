@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 
 use pagedd_core::{FinishReason, RequestId, TenantId};
-use pagedd_sched::{NewRequest, ShareError, ShareSpec};
+use pagedd_sched::{NewRequest, Restored, ShareError, ShareSpec};
 
 /// Called once, on the engine thread, with the answer. It may not block.
 pub type Reply<T> = Box<dyn FnOnce(T) + Send>;
@@ -20,6 +20,9 @@ pub struct Submission<T> {
 pub enum Command<T> {
     /// Admit a request.
     Submit(Box<Submission<T>>),
+    /// Go on with a request that an earlier engine had admitted: those are sent in the order of their admission, before any is
+    /// submitted. Where its tenant has no share yet it waits for it. The journal is told only what ends.
+    Restore(Box<Restored>),
     /// Its client left, or an operator ended it.
     Cancel(RequestId),
     /// End one choice, because its text is complete.

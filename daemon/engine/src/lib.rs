@@ -12,6 +12,7 @@
 
 mod engine;
 mod handle;
+mod held;
 mod traits;
 
 #[cfg(test)]
@@ -19,4 +20,6 @@ mod tests;
 
 pub use engine::{Engine, EngineConfig};
 pub use handle::{Command, EngineHandle, Inbox, InboxFull, Reply, Submission, inbox};
-pub use traits::{EngineStats, Journal, Observer, StepRecord, Worker, WorkerLost, WorkersExhausted};
+pub use traits::{
+    BlockLedger, EngineStats, Journal, Observer, StepRecord, Worker, WorkerLost, WorkersExhausted,
+};

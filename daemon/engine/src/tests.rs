@@ -5,10 +5,10 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use pagedd_core::{Blocks, RequestId, SamplingParams, StepCost, TenantId, TokenId, Tokens};
+use pagedd_core::{Blocks, FinishReason, RequestId, SamplingParams, StepCost, TenantId, TokenId, Tokens};
 use pagedd_sched::{
-    AdmitError, NewRequest, PolicyKind, Sampled, Scheduler, SchedulerConfig, SequenceSnapshot, ShareSpec,
-    StepOutput, StepPlan,
+    AdmitError, NewRequest, PolicyKind, Restored, RestoredChoice, Sampled, Scheduler, SchedulerConfig,
+    SequenceSnapshot, ShareSpec, StepOutput, StepPlan,
 };
 
 use crate::{
@@ -270,6 +270,74 @@ fn a_request_that_waited_for_a_worker_in_vain_ends_as_failed_too() {
     let result = Engine::new(config, commands, scheduler, late, journal, Silent, Instant::now()).run();
     assert_eq!(result, Err(WorkersExhausted { reason: "scripted".to_owned() }));
     assert_eq!(events.take(), ["finished failed", "admitted late", "finished failed"]);
+}
+
+/// Tells a new engine `commands` in order, until `open` choices have ended.
+fn tell(commands: Vec<Command<&'static str>>, open: usize) -> Vec<String> {
+    let events = Events::default();
+    let (handle, inbox) = inbox(64);
+    for command in commands {
+        handle.send(command).map_err(|(full, _)| full).expect("room");
+    }
+    let worker = Scripted { events: events.clone(), plan: None, deaths: VecDeque::new(), recoveries: 0 };
+    let journal = Recorder { events: events.clone(), handle, open };
+    let engine =
+        Engine::new(EngineConfig::default(), inbox, scheduler(), worker, journal, Silent, Instant::now());
+    engine.run().expect("a worker");
+    events.take()
+}
+
+/// A request of 4 tokens that is to have `max_tokens` and has `emitted`.
+fn restored(max_tokens: u32, emitted: &[u32]) -> Command<&'static str> {
+    let emitted = emitted.iter().copied().map(TokenId).collect();
+    Command::Restore(Box::new(Restored {
+        request: request(4, max_tokens),
+        choices: vec![RestoredChoice { emitted, finished: None }],
+        cached_tokens: None,
+    }))
+}
+
+fn share_of(blocks: u32) -> Command<&'static str> {
+    let share = ShareSpec { floor: Blocks(0), ceiling: Blocks(blocks) };
+    Command::SetTenant {
+        tenant: TENANT,
+        share,
+        prompt_lookup: None,
+        reply: Box::new(|set| set.expect("room")),
+    }
+}
+
+#[test]
+fn a_restored_request_waits_for_its_tenants_share_and_then_goes_on() {
+    let events = tell(vec![restored(3, &[4]), share_of(8)], 1);
+    assert_eq!(events, ["submit 1", "token 5", "submit 2", "token 6", "finished length"]);
+}
+
+#[test]
+fn of_a_restored_request_that_was_complete_only_the_end_is_told() {
+    assert_eq!(tell(vec![share_of(8), restored(3, &[4, 5, 6])], 1), ["finished length"]);
+}
+
+#[test]
+fn a_restored_request_without_a_share_can_be_cancelled_and_its_choices_finished() {
+    let id = request(4, 1).id;
+    assert_eq!(tell(vec![restored(3, &[4]), Command::Cancel(id), share_of(8)], 1), ["finished cancelled"]);
+    let finish = Command::FinishChoice { request: id, choice: 0, reason: FinishReason::Stop };
+    assert_eq!(tell(vec![restored(3, &[4]), finish, share_of(8)], 1), ["finished stop"]);
+    let remove = Command::RemoveTenant { tenant: TENANT, reply: Box::new(|()| {}) };
+    assert_eq!(tell(vec![restored(3, &[4]), remove, share_of(8)], 1), ["finished cancelled"]);
+}
+
+#[test]
+fn a_restored_request_that_cannot_go_on_fails_and_one_that_is_here_already_is_left_alone() {
+    let long = Command::Restore(Box::new(Restored {
+        request: NewRequest { n: 2, ..request(100, 1) },
+        choices: Vec::new(),
+        cached_tokens: None,
+    }));
+    assert_eq!(tell(vec![share_of(8), long], 2), ["finished failed", "finished failed"]);
+    let events = tell(vec![share_of(8), restored(2, &[]), restored(2, &[])], 1);
+    assert_eq!(events, ["submit 1", "token 4", "submit 2", "token 5", "finished length"]);
 }
 
 #[test]

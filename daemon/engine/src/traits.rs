@@ -1,7 +1,10 @@
 //! What an engine asks of the rest: a worker, a journal, an observer.
 
-use pagedd_core::RequestId;
-use pagedd_sched::{AdmitError, Applied, SequenceSnapshot, Stats, StepOutput, StepPlan};
+use pagedd_core::{BlockId, RequestId, TenantId};
+use pagedd_kv::{DomainOwner, Ledger};
+use pagedd_sched::{
+    AdmitError, Applied, LedgerChange, LedgerRecord, SequenceSnapshot, Stats, StepOutput, StepPlan,
+};
 
 /// The worker is gone, or did not answer in time: nothing it was sent since the last `collect` can be trusted to have run.
 #[derive(thiserror::Error, Clone, PartialEq, Eq, Debug)]
@@ -59,6 +62,28 @@ pub trait Journal {
     fn commit(&mut self, record: StepRecord);
 }
 
+/// The ledger of the arena, in memory that outlives the process. Errors are its own affair: what it loses is computed again.
+pub trait BlockLedger {
+    /// Makes changes, in order. What is cleared must be so before this returns: the next plan writes the block.
+    fn write(&mut self, changes: &[LedgerChange]);
+
+    /// What is committed for a tenant.
+    fn records(&self, tenant: TenantId) -> Vec<(BlockId, LedgerRecord)>;
+}
+
+impl<M: AsRef<[u8]> + AsMut<[u8]>> BlockLedger for Ledger<M> {
+    fn write(&mut self, changes: &[LedgerChange]) {
+        for change in changes {
+            Self::write(self, change);
+        }
+    }
+
+    fn records(&self, tenant: TenantId) -> Vec<(BlockId, LedgerRecord)> {
+        let owner = DomainOwner::Tenant(tenant);
+        Self::records(self).filter(|(_, record)| record.owner == owner).collect()
+    }
+}
+
 /// Is told how the engine stands, a few times a second while it works and whenever it goes idle.
 pub trait Observer {
     /// The engine's numbers at a step boundary.
@@ -84,4 +109,6 @@ pub struct EngineStats {
     pub computed_tokens: u64,
     /// Workers lost.
     pub workers_lost: u64,
+    /// Blocks of an earlier process that the prefix cache took over.
+    pub adopted_blocks: u64,
 }

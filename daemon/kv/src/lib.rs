@@ -9,6 +9,7 @@
 
 mod buddy;
 mod lease;
+mod ledger;
 mod pool;
 mod prefix;
 mod share;
@@ -16,7 +17,8 @@ mod table;
 
 pub use buddy::Place;
 pub use lease::BlockLease;
-pub use pool::{AllocError, BlockPool, CachedPrefix, Violation};
+pub use ledger::{Ledger, LedgerChange, LedgerError, LedgerHeader, LedgerRecord};
+pub use pool::{AllocError, BlockChange, BlockPool, CachedPrefix, Violation};
 pub use prefix::{BlockKey, Domain, DomainOwner, PrefixHasher};
 pub use share::{AccountId, Share, ShareError, Usage};
 pub use table::{BlockTable, CopyOnWrite};

@@ -112,6 +112,22 @@ pub struct CachedPrefix {
     pub last_is_held: bool,
 }
 
+/// What happened to the contents of a block, for a ledger of them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BlockChange {
+    /// It may be written from now on, or is not to be found any more.
+    Cleared(BlockId),
+    /// It was entered into the index.
+    Committed {
+        /// Which.
+        block: BlockId,
+        /// Whose.
+        account: AccountId,
+        /// Under which key.
+        key: BlockKey,
+    },
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Slot {
     Free,
@@ -129,6 +145,8 @@ pub struct BlockPool {
     /// Counts releases into the cache: the order of use, without a clock.
     tick: u64,
     quarantined: u64,
+    /// In order, since they were last taken; `None` where nobody asks.
+    changes: Option<Vec<BlockChange>>,
 }
 
 impl BlockPool {
@@ -142,6 +160,23 @@ impl BlockPool {
             index: PrefixCache::default(),
             tick: 0,
             quarantined: 0,
+            changes: None,
+        }
+    }
+
+    /// From now on keeps what happens to blocks for [`BlockPool::take_changes`].
+    pub fn watch(&mut self) {
+        self.changes.get_or_insert_default();
+    }
+
+    /// What happened since the last call, in order.
+    pub fn take_changes(&mut self) -> Vec<BlockChange> {
+        self.changes.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    fn changed(&mut self, change: BlockChange) {
+        if let Some(changes) = &mut self.changes {
+            changes.push(change);
         }
     }
 
@@ -241,6 +276,7 @@ impl BlockPool {
         let block = self.orders.take(place).ok_or(AllocError::Exhausted)?;
         self.slots[block.0 as usize] = Slot::Held { account: id, count: 1, key: None };
         self.count_held(id, 1);
+        self.changed(BlockChange::Cleared(block));
         Ok(BlockLease::new(block, id))
     }
 
@@ -281,7 +317,7 @@ impl BlockPool {
             }
             key => {
                 if let Some(key) = key {
-                    self.index.remove(key);
+                    self.forget(block, key);
                 }
                 self.slots[block.0 as usize] = Slot::Free;
                 self.orders.give(block);
@@ -305,11 +341,16 @@ impl BlockPool {
     pub fn evict(&mut self, id: AccountId) -> Option<BlockId> {
         let (_, block) = self.account_mut(id)?.cached.pop_first()?;
         if let Slot::Cached { key, .. } = self.slots[block.0 as usize] {
-            self.index.remove(key);
+            self.forget(block, key);
         }
         self.slots[block.0 as usize] = Slot::Free;
         self.orders.give(block);
         Some(block)
+    }
+
+    fn forget(&mut self, block: BlockId, key: BlockKey) {
+        self.index.remove(key);
+        self.changed(BlockChange::Cleared(block));
     }
 
     /// When the account's least recently used cached block was released: smaller is longer ago, over all accounts.
@@ -334,10 +375,31 @@ impl BlockPool {
         match &mut self.slots[lease.block().0 as usize] {
             Slot::Held { key: entered @ None, .. } if self.index.insert(key, lease.block(), Some(tokens)) => {
                 *entered = Some(key);
+                let (block, account) = (lease.block(), lease.account());
+                self.changed(BlockChange::Committed { block, account, key });
                 true
             }
             Slot::Free | Slot::Held { .. } | Slot::Cached { .. } => false,
         }
+    }
+
+    /// Takes a free block that holds what `key` says from earlier, as a cached block of this account. Its tokens are not known, so
+    /// that the key alone is compared. `false`, and no change, where the block is not free, the key is in the index already, or
+    /// the account has no room.
+    pub fn adopt(&mut self, id: AccountId, block: BlockId, key: BlockKey) -> bool {
+        let room = self.usage(id).is_some_and(|usage| usage.used() < usage.share.ceiling);
+        let known = self.index.block(key).is_some();
+        if !room || known || self.is_closing(id) || !self.orders.take_exact(block) {
+            return false;
+        }
+        self.index.insert(key, block, None);
+        self.tick += 1;
+        let tick = self.tick;
+        self.slots[block.0 as usize] = Slot::Cached { account: id, key, tick };
+        if let Some(account) = self.account_mut(id) {
+            account.cached.insert(tick, block);
+        }
+        true
     }
 
     /// Takes a block's entry out of the index, so that its holder may write it again.
@@ -345,7 +407,7 @@ impl BlockPool {
         if let Slot::Held { key, .. } = &mut self.slots[lease.block().0 as usize]
             && let Some(key) = key.take()
         {
-            self.index.remove(key);
+            self.forget(lease.block(), key);
         }
     }
 

@@ -23,7 +23,7 @@ impl fmt::Debug for BlockKey {
 }
 
 /// Who may find a block again.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum DomainOwner {
     /// One tenant.
     Tenant(TenantId),

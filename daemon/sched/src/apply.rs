@@ -9,7 +9,7 @@ use pagedd_core::{FinishReason, SequenceId, Tokens};
 use pagedd_kv::BlockLease;
 
 use crate::plan::{Row, Sampled, StepOutput, StepPlan};
-use crate::request::{Applied, Emitted};
+use crate::request::{Applied, Emitted, Request, Started};
 use crate::scheduler::Scheduler;
 use crate::sequence::{Sequence, SequenceSnapshot, State};
 
@@ -22,16 +22,18 @@ impl Scheduler {
     pub fn apply(&mut self, plan: StepPlan, output: StepOutput) -> Applied {
         debug_assert_eq!(output.plan, plan.id, "the output of another plan");
         debug_assert_eq!(self.flights.front().map(|f| f.id), Some(plan.id), "plans are applied in order");
+        let mut applied = Applied::default();
         if let Some(flight) = self.flights.pop_front() {
             for copy in flight.copies {
                 self.pool.release(copy.from);
             }
+            let started = flight.begun.iter().filter(|(_, started)| *started);
+            applied.started = started.filter_map(|(id, _)| self.started(*id)).collect();
         }
         let mut drawn: BTreeMap<SequenceId, Vec<Sampled>> = BTreeMap::new();
         for sampled in output.sampled {
             drawn.entry(sampled.seq).or_default().push(sampled);
         }
-        let mut applied = Applied::default();
         for row in &plan.rows {
             if output.failed.iter().any(|(seq, _)| *seq == row.seq) {
                 self.fail(row, &mut applied);
@@ -51,7 +53,15 @@ impl Scheduler {
         for row in &plan.rows {
             self.land(row, true);
         }
+        self.suspects.remove(&plan.rows);
         applied
+    }
+
+    /// What a sequence found in the cache when it started its request, unless the request has ended.
+    fn started(&self, id: SequenceId) -> Option<Started> {
+        let request = self.sequences.get(&id)?.request;
+        let Request { tenant, cached_tokens, .. } = self.requests.get(&request)?;
+        Some(Started { request, tenant: *tenant, cached_tokens: (*cached_tokens)? })
     }
 
     /// Undoes the newest plan in flight, which never ran and never will.
@@ -231,14 +241,13 @@ impl Scheduler {
     fn emit(&mut self, id: SequenceId, drawn: Sampled, applied: &mut Applied) {
         let Some(sequence) = self.sequences.get_mut(&id).filter(|s| !s.is_finished()) else { return };
         sequence.tokens.push(drawn.token);
-        let (len, limit) = (sequence.tokens.len(), sequence.limit);
         let (request_id, tenant_id, choice) = (sequence.request, sequence.tenant, sequence.choice);
         if let Some(tenant) = self.tenants.get_mut(&tenant_id) {
             tenant.counters.output_tokens += 1;
         }
         let Some(request) = self.requests.get_mut(&request_id) else { return };
         request.output_tokens += Tokens(1);
-        let stops = request.stop_ids.contains(&drawn.token);
+        let end = sequence.end(&request.stop_ids);
         applied.tokens.push(Emitted {
             request: request_id,
             tenant: tenant_id,
@@ -247,11 +256,7 @@ impl Scheduler {
             logprob: drawn.logprob,
             top: drawn.top,
         });
-        if stops {
-            applied.finished.extend(self.finish(id, FinishReason::Stop));
-        } else if len >= limit {
-            applied.finished.extend(self.finish(id, FinishReason::Length));
-        }
+        applied.finished.extend(end.and_then(|reason| self.finish(id, reason)));
     }
 
     /// One plan less names the sequences of a row.

@@ -201,7 +201,10 @@ impl Scheduler {
         let account = sequence.account;
         let State::Running(progress) = &mut sequence.state else { return };
         // Nobody waits for a block that a guess takes.
-        let spare = !step.lending_closed && step.outstanding_total == 0 && step.claims.is_empty();
+        let spare = !step.lending_closed
+            && step.outstanding_total == 0
+            && step.claims.is_empty()
+            && step.alone.is_none();
         while spare && progress.table.len() < wanted {
             let place = progress.table.next_place(pagedd_core::Blocks(1));
             let Ok(lease) = take(&mut self.pool, &mut step.claims, account, place) else { break };

@@ -6,6 +6,7 @@
 //! # What the engine does, in order
 //!
 //! ```text
+//! adopt(..), restore(..)                               // what an earlier scheduler left, oldest first, before any admit
 //! loop {
 //!     admit(..), cancel(..), set_share(..)             // inbox; Finished that these return go out as those of apply do
 //!     if let Some(plan) = schedule(now_us) {           // None: nothing can run before the next apply or admission
@@ -20,10 +21,14 @@
 //! * At most a few plans are in flight (1 in the plain loop, 2 in the overlapped one); nothing here limits their number.
 //! * `revert` takes the newest plan in flight, never an older one.
 //! * After a worker's death: `snapshot()` into `Resync`, then all unapplied plans, oldest first, as they are kept.
+//! * A plan that kills its workers: `accuse(plan)`, later plans in flight being reverted first, then `snapshot()` into `Resync`.
+//! * Where there is a ledger of the arena: `watch_blocks()` at the start, `take_ledger_changes()` into it before each plan is sent and
+//!   after each `apply`.
 //! * `StepPlan::end` may name a sequence that a worker does not know (it was resynchronised since): that is no error.
 //!   A sequence may `begin` again while the worker still knows it: the new one replaces the old.
 //! * Between two steps `check()` holds.
 
+mod adopt;
 mod apply;
 mod budget;
 mod config;
@@ -33,17 +38,20 @@ mod plan;
 mod policy;
 mod reclaim;
 mod request;
+mod restore;
 mod scheduler;
 mod sequence;
 mod shares;
 mod stats;
 mod step;
+mod suspect;
 mod tenant;
 
 pub use config::{PolicyKind, SchedulerConfig, ShareSpec};
-pub use pagedd_kv::ShareError;
+pub use pagedd_kv::{LedgerChange, LedgerRecord, ShareError};
 pub use plan::{Begin, BlockCopy, Input, Row, Sampled, StepOutput, StepPlan, TableUpdate};
-pub use request::{AdmitError, Applied, Emitted, Ended, Finished, NewRequest};
+pub use request::{AdmitError, Applied, Emitted, Ended, Finished, NewRequest, Started};
+pub use restore::{Restored, RestoredChoice};
 pub use scheduler::Scheduler;
 pub use sequence::SequenceSnapshot;
 pub use stats::{PoolStats, Stats, TenantStats, Violation};

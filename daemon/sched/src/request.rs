@@ -65,10 +65,23 @@ pub enum AdmitError {
 /// What applying an output gave, to be journaled and then sent.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Applied {
+    /// Requests of which this was the first step.
+    pub started: Vec<Started>,
     /// New tokens, each choice's in order.
     pub tokens: Vec<Emitted>,
     /// Choices that ended. A choice's tokens stand before its end.
     pub finished: Vec<Finished>,
+}
+
+/// A request started. Where it is restored later, this was its start.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Started {
+    /// Which.
+    pub request: RequestId,
+    /// Of whom.
+    pub tenant: TenantId,
+    /// Prompt tokens that it found in the prefix cache.
+    pub cached_tokens: Tokens,
 }
 
 /// A token of one choice.

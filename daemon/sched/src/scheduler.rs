@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use pagedd_core::{Blocks, FinishReason, PlanId, RequestId, SequenceId, TenantId, Tokens};
+use pagedd_core::{Blocks, FinishReason, PlanId, RequestId, SequenceId, TenantId, TokenId, Tokens};
 use pagedd_kv::{BlockLease, BlockPool, PrefixHasher};
 
 use crate::config::SchedulerConfig;
@@ -13,6 +13,7 @@ use crate::draft::Drafter;
 use crate::request::{AdmitError, Ended, Finished, NewRequest, Request};
 use crate::sequence::{Progress, Sequence, State};
 use crate::step::Wait;
+use crate::suspect::Suspects;
 use crate::tenant::Tenant;
 
 /// Which rows run in the next step. See the crate's page for the order of calls.
@@ -34,6 +35,7 @@ pub struct Scheduler {
     pub(crate) forget: Vec<SequenceId>,
     /// Requests that would not fit the shares as last set; while there are any, some shares are not in force.
     pub(crate) misfits: BTreeSet<RequestId>,
+    pub(crate) suspects: Suspects,
     pub(crate) waits: Vec<Wait>,
     pub(crate) now_us: u64,
     next_sequence: u64,
@@ -59,6 +61,16 @@ pub(crate) struct MadeCopy {
     pub from: BlockLease,
 }
 
+/// A choice that enters.
+#[derive(Debug)]
+pub(crate) struct Entering {
+    pub choice: u32,
+    /// Tokens behind the prompt that it has already.
+    pub emitted: Vec<TokenId>,
+    /// It has none and waits behind the choice that computes the prompt.
+    pub follows: bool,
+}
+
 impl Scheduler {
     /// A scheduler with no tenants. A `block_size` below 2 is taken as 2, a limit of 0 as 1, and no more sequences run than a step has
     /// tokens, so that each of them gets its own in every step.
@@ -79,6 +91,7 @@ impl Scheduler {
             flights: VecDeque::new(),
             forget: Vec::new(),
             misfits: BTreeSet::new(),
+            suspects: Suspects::default(),
             waits: Vec::new(),
             now_us: 0,
             next_sequence: 1,
@@ -97,54 +110,25 @@ impl Scheduler {
     /// # Errors
     /// Nothing has changed.
     pub fn admit(&mut self, new: NewRequest) -> Result<(), AdmitError> {
-        let needed = self.admissible(&new)?;
-        let Some(tenant) = self.tenants.get_mut(&new.tenant) else {
-            return Err(AdmitError::UnknownTenant(new.tenant));
-        };
-        tenant.unstarted += 1;
-        let account = tenant.account;
-        let prompt_len = new.prompt.len();
-        let room = Tokens(self.config.max_model_len.0 - prompt_len as u32);
-        let max_tokens = new.max_tokens.min(room);
-        let ids: Vec<_> = (0..u64::from(new.n)).map(|i| SequenceId(self.next_sequence + i)).collect();
-        self.next_sequence += u64::from(new.n);
-        for (choice, &id) in ids.iter().enumerate() {
-            let sequence = Sequence {
-                request: new.id,
-                tenant: new.tenant,
-                account,
-                choice: choice as u32,
-                sampling: new.sampling,
-                tokens: if choice == 0 { new.prompt.clone() } else { Vec::new() },
-                prompt_len,
-                pending: VecDeque::new(),
-                limit: prompt_len + max_tokens.0 as usize,
-                chain: Vec::new(),
-                in_flight: 0,
-                begun: false,
-                drafter: Drafter::default(),
-                state: State::Waiting(None),
-            };
-            self.sequences.insert(id, sequence);
+        let needed = self.needed(&new)?;
+        let allowed = self.allowed(new.tenant);
+        if needed > allowed {
+            return Err(AdmitError::NeverFits { needed, allowed });
         }
-        let request = Request {
-            tenant: new.tenant,
-            prompt: new.prompt,
-            stop_ids: new.stop_ids,
-            needed,
-            open: ids.clone(),
-            followers: ids[1..].iter().copied().collect(),
-            cached_tokens: None,
-            output_tokens: Tokens::ZERO,
-        };
-        self.requests.insert(new.id, request);
-        self.enqueue(ids[0]);
+        let waiting = self.tenants.get(&new.tenant).map_or(0, |tenant| tenant.unstarted);
+        if waiting >= self.config.max_queued_requests {
+            return Err(AdmitError::QueueFull { waiting });
+        }
+        let choices = (0..new.n).map(|choice| Entering { choice, emitted: Vec::new(), follows: choice > 0 });
+        self.insert(new, needed, choices.collect(), None);
         Ok(())
     }
 
-    /// Blocks that the request needs at full length, if it may enter.
-    fn admissible(&self, new: &NewRequest) -> Result<Blocks, AdmitError> {
-        let tenant = self.tenants.get(&new.tenant).ok_or(AdmitError::UnknownTenant(new.tenant))?;
+    /// Blocks that the request needs at full length, if it is one that can run.
+    pub(crate) fn needed(&self, new: &NewRequest) -> Result<Blocks, AdmitError> {
+        if !self.tenants.contains_key(&new.tenant) {
+            return Err(AdmitError::UnknownTenant(new.tenant));
+        }
         let nothing =
             [("prompt", new.prompt.len()), ("n", new.n as usize), ("max_tokens", new.max_tokens.0 as usize)];
         if let Some((field, _)) = nothing.into_iter().find(|(_, number)| *number == 0) {
@@ -158,15 +142,72 @@ impl Scheduler {
         if prompt >= max_model_len.0 {
             return Err(AdmitError::ContextLength { prompt: Tokens(prompt), max_model_len });
         }
-        let needed = self.needed_at_full_length(prompt, new.max_tokens, new.n);
-        let allowed = self.allowed(new.tenant);
-        if needed > allowed {
-            return Err(AdmitError::NeverFits { needed, allowed });
+        Ok(self.needed_at_full_length(prompt, new.max_tokens, new.n))
+    }
+
+    /// Makes a known tenant's request and its open choices, of which there is nothing to do if there are none. Those that do not
+    /// follow another wait in the queue.
+    pub(crate) fn insert(
+        &mut self,
+        new: NewRequest,
+        needed: Blocks,
+        choices: Vec<Entering>,
+        cached_tokens: Option<Tokens>,
+    ) -> Vec<SequenceId> {
+        let Some(tenant) = self.tenants.get_mut(&new.tenant).filter(|_| !choices.is_empty()) else {
+            return Vec::new();
+        };
+        tenant.unstarted += u32::from(cached_tokens.is_none());
+        let account = tenant.account;
+        let prompt_len = new.prompt.len();
+        let room = self.config.max_model_len.0 - prompt_len as u32;
+        let limit = prompt_len + new.max_tokens.0.min(room) as usize;
+        let (mut open, mut queued, mut followers) = (Vec::new(), Vec::new(), VecDeque::new());
+        for Entering { choice, emitted, follows } in choices {
+            let id = SequenceId(self.next_sequence);
+            self.next_sequence += 1;
+            open.push(id);
+            let mut tokens = Vec::new();
+            if follows {
+                followers.push_back(id);
+            } else {
+                tokens.clone_from(&new.prompt);
+                tokens.extend(emitted);
+                queued.push(id);
+            }
+            let sequence = Sequence {
+                request: new.id,
+                tenant: new.tenant,
+                account,
+                choice,
+                sampling: new.sampling,
+                tokens,
+                prompt_len,
+                pending: VecDeque::new(),
+                limit,
+                chain: Vec::new(),
+                in_flight: 0,
+                begun: false,
+                drafter: Drafter::default(),
+                state: State::Waiting(None),
+            };
+            self.sequences.insert(id, sequence);
         }
-        if tenant.unstarted >= self.config.max_queued_requests {
-            return Err(AdmitError::QueueFull { waiting: tenant.unstarted });
+        let request = Request {
+            tenant: new.tenant,
+            prompt: new.prompt,
+            stop_ids: new.stop_ids,
+            needed,
+            open: open.clone(),
+            followers,
+            cached_tokens,
+            output_tokens: Tokens::ZERO,
+        };
+        self.requests.insert(new.id, request);
+        for id in queued {
+            self.enqueue(id);
         }
-        Ok(needed)
+        open
     }
 
     /// All choices share the prompt's full blocks. The last token of a sequence is never an input and needs no room.

@@ -109,6 +109,15 @@ impl Sequence {
         }
     }
 
+    /// Why its last token is its last one, if it is.
+    pub fn end(&self, stop_ids: &[TokenId]) -> Option<FinishReason> {
+        let drawn = self.tokens.get(self.prompt_len..).and_then(<[_]>::last);
+        if drawn.is_some_and(|token| stop_ids.contains(token)) {
+            return Some(FinishReason::Stop);
+        }
+        (self.tokens.len() >= self.limit).then_some(FinishReason::Length)
+    }
+
     pub fn is_finished(&self) -> bool {
         matches!(self.state, State::Finished(..))
     }

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use pagedd_core::{Blocks, FinishReason, TenantId};
 use pagedd_kv::{Domain, DomainOwner, Share, ShareError};
 
+use crate::adopt::DTYPE;
 use crate::config::ShareSpec;
 use crate::request::Finished;
 use crate::scheduler::Scheduler;
@@ -40,7 +41,7 @@ impl Scheduler {
                 owner: DomainOwner::Tenant(tenant),
                 weights: self.config.weight_digest,
                 adapter: 0,
-                dtype: 0,
+                dtype: DTYPE,
             });
             self.tenants.insert(tenant, Tenant::new(account, spec, root));
         }

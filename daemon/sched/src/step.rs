@@ -10,6 +10,7 @@ use crate::plan::{Begin, BlockCopy, Input, Row, StepPlan, TableUpdate};
 use crate::reclaim::{Claims, take};
 use crate::scheduler::{Flight, MadeCopy, Scheduler};
 use crate::sequence::{Progress, Sequence, State};
+use crate::suspect::Group;
 
 /// A tenant's next sequence did not start in the last step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -67,9 +68,17 @@ pub(crate) struct Step {
     pub lending_closed: bool,
     /// Seats kept for sequences whose blocks are on the way.
     kept_seats: usize,
+    /// Only these run.
+    pub alone: Option<Group>,
 }
 
 impl Step {
+    /// Up to where a sequence may compute that could up to `end`: one of those that run alone no further than it is to.
+    fn end(&self, id: SequenceId, end: usize) -> usize {
+        let most = self.alone.as_ref().and_then(|alone| alone.get(&id));
+        most.map_or(end, |most| end.min(*most))
+    }
+
     /// Tokens that prompts may have.
     fn prompt_tokens_left(&self) -> usize {
         self.tokens_left.saturating_sub(self.promised)
@@ -90,10 +99,19 @@ impl Scheduler {
     pub fn schedule(&mut self, now_us: u64) -> Option<StepPlan> {
         self.now_us = now_us;
         self.waits.clear();
+        let suspected = self.try_suspects();
+        if suspected.is_some() || self.suspects() > 0 { suspected } else { self.plan(None) }
+    }
+
+    /// Plans one iteration, of nobody but `only` where that is given.
+    pub(crate) fn plan(&mut self, only: Option<&Group>) -> Option<StepPlan> {
         let mut preempted = false;
-        let claims = self.reclaim(&mut preempted);
+        // Those that run alone had all they need in a plan with others.
+        let claims = if only.is_some() { Claims::default() } else { self.reclaim(&mut preempted) };
+        let running = self.running.iter().copied();
+        let running: Vec<_> = running.filter(|id| only.is_none_or(|only| only.contains_key(id))).collect();
         let decoding: Vec<usize> =
-            self.running.iter().filter_map(|id| self.sequences.get(id)?.decodes()).collect();
+            running.iter().filter_map(|id| self.sequences.get(id)?.decodes()).collect();
         let mut step = Step {
             plan: StepPlan {
                 id: self.next_plan,
@@ -111,12 +129,15 @@ impl Scheduler {
             outstanding_total: 0,
             lending_closed: preempted,
             kept_seats: 0,
+            alone: only.cloned(),
         };
-        let running: Vec<_> = self.running.iter().copied().collect();
         for id in running {
             self.continue_running(&mut step, id);
         }
-        self.start_waiting(&mut step);
+        match only {
+            Some(only) => self.start_only(&mut step, only),
+            None => self.start_waiting(&mut step),
+        }
         self.add_drafts(&mut step);
         if step.plan.rows.is_empty() {
             debug_assert!(step.flight.copies.is_empty() && step.flight.begun.is_empty());
@@ -138,13 +159,14 @@ impl Scheduler {
         let Some(sequence) = self.sequences.get(&id) else { return };
         let Some((start, end)) = sequence.ready() else { return };
         let decodes = sequence.decodes().is_some();
+        let most = step.end(id, end).max(start);
         let allowed = if decodes {
             step.promised -= 1;
             step.tokens_left
         } else {
-            step.prompt_tokens_left().min(step.budget.offer(start, end))
+            step.prompt_tokens_left().min(step.budget.offer(start, most))
         };
-        let n = self.chunk(start, end, allowed);
+        let n = self.chunk(start, most, allowed);
         if n > 0 {
             match self.secure(step, id, start, n) {
                 Secured::Blocks(leases) => {
@@ -258,9 +280,8 @@ impl Scheduler {
             self.tenants.iter().filter(|(_, t)| !t.queue.is_empty()).map(|(id, _)| *id).collect();
         while let Some((within_floor, id, place)) = self.next_to_start(&open, oldest) {
             let tenant = open[place];
-            let seats = self.config.max_num_seqs as usize;
-            let full = self.running.len() + step.kept_seats >= seats || step.prompt_tokens_left() == 0;
-            let refused = if full { Some(WaitReason::Budget) } else { self.start(step, id).err() };
+            let refused =
+                if self.is_full(step) { Some(WaitReason::Budget) } else { self.start(step, id).err() };
             if let Some(reason) = refused {
                 if matches!(reason, WaitReason::Exhausted { .. }) {
                     step.lending_closed = true;
@@ -279,6 +300,23 @@ impl Scheduler {
                 open.swap_remove(place);
             }
         }
+    }
+
+    /// Starts those that wait of these, whoever else waits.
+    fn start_only(&mut self, step: &mut Step, only: &Group) {
+        for id in only.keys() {
+            let queued = self.sequences.get(id).is_some_and(|s| matches!(s.state, State::Waiting(Some(_))));
+            if queued && !self.is_full(step) {
+                // What cannot start is tried again.
+                let _: Result<(), WaitReason> = self.start(step, *id);
+            }
+        }
+    }
+
+    /// No further sequence can start in this step.
+    fn is_full(&self, step: &Step) -> bool {
+        let seats = self.config.max_num_seqs as usize;
+        self.running.len() + step.kept_seats >= seats || step.prompt_tokens_left() == 0
     }
 
     /// The next head: the oldest sequence of all, then those of tenants that have less than their floors, then by age.
@@ -319,12 +357,14 @@ impl Scheduler {
         let wanted = self.blocks_for(total).0 - found.blocks + u32::from(copy);
         self.room_for(step, account, wanted, found.unreferenced)?;
 
-        let n = self.chunk(begin, total, step.budget.offer(begin, total).min(step.prompt_tokens_left()));
+        // More of it may be in the cache now.
+        let most = step.end(id, total).max(begin + 1);
+        let n = self.chunk(begin, most, step.budget.offer(begin, most).min(step.prompt_tokens_left()));
         if n == 0 {
             return Err(WaitReason::Budget);
         }
         let mut progress = Progress { committed: if whole { hit - 1 } else { hit }, ..Progress::default() };
-        self.adopt(id, &mut progress.table, hit);
+        self.lease_prefix(id, &mut progress.table, hit);
         let now = self.blocks_for(begin + n).0 - found.blocks + u32::from(copy);
         let mut place = progress.table.next_place(Blocks(wanted));
         let mut leases = Vec::with_capacity(now as usize);
@@ -376,7 +416,7 @@ impl Scheduler {
     }
 
     /// Leases the first `hit` blocks of the sequence's chain from the prefix cache.
-    fn adopt(&mut self, id: SequenceId, table: &mut BlockTable, hit: usize) {
+    fn lease_prefix(&mut self, id: SequenceId, table: &mut BlockTable, hit: usize) {
         let size = self.config.block_size.0 as usize;
         let Some(sequence) = self.sequences.get(&id) else { return };
         let blocks = sequence.chain.iter().zip(sequence.tokens.chunks_exact(size));
@@ -402,6 +442,8 @@ impl Scheduler {
             && request.cached_tokens.is_none()
         {
             started = true;
+            // A restored one may find tokens of its output too. What it emitted needed the prompt's last token computed.
+            let cached = cached.min(sequence.prompt_len - 1);
             request.cached_tokens = Some(Tokens(cached as u32));
             tenant.unstarted -= 1;
             tenant.counters.prefix_queries += sequence.prompt_len as u64;

@@ -338,3 +338,53 @@ proptest! {
         prop_assert_eq!(pool.check(), Ok(()));
     }
 }
+
+#[test]
+fn a_block_with_known_contents_is_adopted_once_and_found_by_its_own_account_only() {
+    let mut pool = BlockPool::new(Blocks(8));
+    let (a, b) = (pool.open(share(0, 3)).unwrap(), pool.open(share(0, 8)).unwrap());
+    assert!(pool.adopt(a, BlockId(5), key(1)));
+    assert!(!pool.adopt(a, BlockId(5), key(2)), "the block is not free");
+    assert!(!pool.adopt(b, BlockId(6), key(1)), "the contents are there");
+    assert!(!pool.adopt(b, BlockId(8), key(2)), "there is no such block");
+    assert!(pool.adopt(a, BlockId(0), key(2)) && pool.adopt(a, BlockId(7), key(3)));
+    assert!(!pool.adopt(a, BlockId(1), key(4)), "the account has all it may have");
+    pool.check().unwrap();
+    assert_eq!((pool.free(), pool.usage(a).unwrap().cached), (Blocks(5), Blocks(3)));
+    assert!(pool.acquire(b, key(1), &tokens(1)).is_none());
+    let lease = pool.acquire(a, key(1), &tokens(1)).unwrap();
+    assert_eq!(lease.block(), BlockId(5));
+    pool.release(lease);
+    let evicted: Vec<_> = std::iter::from_fn(|| pool.evict(a)).collect();
+    assert_eq!(evicted, [BlockId(0), BlockId(7), BlockId(5)]);
+    pool.close(a);
+    assert!(!pool.adopt(a, BlockId(1), key(1)), "the account is closed");
+    pool.check().unwrap();
+}
+
+#[test]
+fn a_block_is_cleared_when_it_is_given_out_and_when_it_leaves_the_index() {
+    let (cleared, block) = (BlockChange::Cleared, BlockId(0));
+    let mut pool = BlockPool::new(Blocks(1));
+    let account = pool.open(share(0, 1)).unwrap();
+    let committed = BlockChange::Committed { block, account, key: key(1) };
+    let lease = pool.allocate(account, anywhere()).unwrap();
+    assert_eq!(pool.take_changes(), [], "nobody asked");
+    pool.watch();
+    assert!(pool.commit(&lease, key(1), &tokens(1)));
+    assert!(!pool.commit(&lease, key(1), &tokens(1)));
+    pool.uncommit(&lease);
+    assert_eq!(pool.take_changes(), [committed, cleared(block)]);
+    assert!(pool.commit(&lease, key(1), &tokens(1)));
+    pool.release(lease);
+    let lease = pool.acquire(account, key(1), &tokens(1)).unwrap();
+    assert_eq!(pool.take_changes(), [committed], "it is as it was");
+    pool.release(lease);
+    pool.evict(account).unwrap();
+    let lease = pool.allocate(account, anywhere()).unwrap();
+    assert_eq!(pool.take_changes(), [cleared(block), cleared(block)]);
+    assert!(pool.commit(&lease, key(1), &tokens(1)));
+    pool.close(account);
+    pool.release(lease);
+    assert_eq!(pool.take_changes(), [committed, cleared(block)], "nothing of a closed account stays");
+}

@@ -5,12 +5,13 @@ use std::collections::{BTreeMap, VecDeque};
 use pagedd_core::{
     Blocks, FinishReason, RequestId, SamplingParams, SequenceId, StepCost, TenantId, TokenId, Tokens,
 };
+use pagedd_kv::{BlockKey, Domain, DomainOwner, Ledger, LedgerHeader, PrefixHasher};
 use pagedd_sched::{
-    AdmitError, Applied, Finished, Input, NewRequest, PolicyKind, Row, Scheduler, SchedulerConfig, ShareSpec,
-    StepOutput, StepPlan,
+    AdmitError, Applied, Finished, Input, NewRequest, PolicyKind, Restored, RestoredChoice, Row, Scheduler,
+    SchedulerConfig, ShareSpec, StepOutput, StepPlan,
 };
 
-use crate::worker::{Worker, reference};
+use crate::worker::{Worker, mix, reference};
 
 pub fn config(capacity: u32, block_size: u32) -> SchedulerConfig {
     SchedulerConfig {
@@ -69,6 +70,16 @@ pub struct Bench {
     pub depth: usize,
     pub flying: VecDeque<(StepPlan, StepOutput)>,
     pub requests: BTreeMap<RequestId, NewRequest>,
+    /// In the order of their admission.
+    admitted: Vec<RequestId>,
+    /// Every record, oldest first.
+    pub journal: Vec<Applied>,
+    /// Prompt tokens that a request found in the cache when it started.
+    started: BTreeMap<RequestId, Tokens>,
+    pub restarts: u32,
+    /// Of the worker's arena.
+    pub ledger: Option<Ledger<Vec<u8>>>,
+    pub adopted: u32,
     /// Prompt tokens of each sequence: they are numbered from 1, in the order of admission.
     prompts: BTreeMap<SequenceId, usize>,
     pub tokens: BTreeMap<(RequestId, u32), Vec<TokenId>>,
@@ -87,6 +98,12 @@ impl Bench {
             depth,
             flying: VecDeque::new(),
             requests: BTreeMap::new(),
+            admitted: Vec::new(),
+            journal: Vec::new(),
+            started: BTreeMap::new(),
+            restarts: 0,
+            ledger: None,
+            adopted: 0,
             prompts: BTreeMap::new(),
             tokens: BTreeMap::new(),
             finished: Vec::new(),
@@ -100,12 +117,41 @@ impl Bench {
         self
     }
 
+    /// With a ledger of the arena.
+    pub fn keep_ledger(&mut self) {
+        let header = self.ledger_header();
+        let memory = vec![0xee; header.ledger_bytes()];
+        self.ledger = Some(Ledger::format(memory, &header, 7).unwrap());
+        self.scheduler.watch_blocks();
+    }
+
+    fn ledger_header(&self) -> LedgerHeader {
+        let config = self.scheduler.config();
+        LedgerHeader {
+            block_size: config.block_size,
+            blocks: config.capacity,
+            block_bytes: 8 * u64::from(config.block_size.0),
+            model: config.weight_digest,
+            key_id: [1; 16],
+            weight_epoch: 0,
+        }
+    }
+
+    /// Writes what happened, or of it the first `most` changes.
+    pub fn write_ledger(&mut self, most: usize) {
+        if let Some(ledger) = &mut self.ledger {
+            let changes = self.scheduler.take_ledger_changes();
+            changes.iter().take(most).for_each(|change| ledger.write(change));
+        }
+    }
+
     pub fn admit(&mut self, request: NewRequest) -> Result<(), AdmitError> {
         self.scheduler.admit(request.clone())?;
         for choice in 0..request.n {
             self.tokens.insert((request.id, choice), Vec::new());
             self.prompts.insert(SequenceId(self.prompts.len() as u64 + 1), request.prompt.len());
         }
+        self.admitted.push(request.id);
         self.requests.insert(request.id, request);
         Ok(())
     }
@@ -138,6 +184,7 @@ impl Bench {
         let plan = self.scheduler.schedule(self.steps)?;
         self.check_budget(&plan);
         self.check();
+        self.write_ledger(usize::MAX);
         let output = self.worker.run(&plan);
         self.flying.push_back((plan, output));
         self.flying.back().map(|(plan, _)| plan)
@@ -195,17 +242,145 @@ impl Bench {
             later.resolve(&output);
         }
         let applied = self.scheduler.apply(plan, output);
-        for token in &applied.tokens {
+        self.write_ledger(usize::MAX);
+        self.take(applied.clone());
+        self.check();
+        applied
+    }
+
+    fn take(&mut self, record: Applied) {
+        for token in &record.tokens {
             let key = (token.request, token.choice);
             assert!(
                 !self.finished.iter().rev().any(|f| (f.request, f.choice) == key),
                 "a token after the end"
             );
-            self.tokens.get_mut(&key).expect("a known choice").push(token.token);
         }
-        self.note(applied.finished.clone());
+        self.keep(&record);
+        for end in &record.finished {
+            self.check_end(end);
+        }
+        self.finished.extend(record.finished.iter().cloned());
+        self.journal.push(record);
+    }
+
+    fn keep(&mut self, record: &Applied) {
+        for started in &record.started {
+            let twice = self.started.insert(started.request, started.cached_tokens);
+            assert_eq!(twice, None, "{started:?} twice");
+        }
+        for token in &record.tokens {
+            self.tokens.get_mut(&(token.request, token.choice)).expect("a known choice").push(token.token);
+        }
+    }
+
+    /// A new process, from admissions and from all records but the last `lost`. Where there is no ledger, its arena holds
+    /// anything. Gives the choices that go on, in the order of their sequences.
+    pub fn restart(&mut self, lost: usize) -> Vec<(RequestId, u32)> {
+        let shares = self.scheduler.stats().tenants;
+        self.flying.clear();
+        self.scheduler = Scheduler::new(self.scheduler.config().clone());
+        self.worker.respawn(Vec::new());
+        self.worker.broken.clear();
+        if self.ledger.is_none() {
+            self.worker.arena.iter_mut().zip(1..).for_each(|(slot, i)| *slot = i);
+        }
+        for t in shares {
+            self.scheduler.set_share(t.tenant, ShareSpec { floor: t.floor, ceiling: t.ceiling }).unwrap();
+        }
+        self.restarts += 1;
+        self.journal.truncate(self.journal.len() - lost.min(self.journal.len()));
+        self.started.clear();
+        self.tokens.values_mut().for_each(Vec::clear);
+        let journal = std::mem::take(&mut self.journal);
+        for record in &journal {
+            self.keep(record);
+        }
+        self.finished = journal.iter().flat_map(|record| record.finished.iter().cloned()).collect();
+        self.journal = journal;
+        self.prompts.clear();
+        self.adopt();
+        self.restore()
+    }
+
+    /// Every record tells the truth, and is taken over where there is room.
+    fn adopt(&mut self) {
+        let Some(ledger) = self.ledger.take() else { return };
+        let ledger = Ledger::open(ledger.into_memory(), &self.ledger_header()).unwrap();
+        let truth = self.truth();
+        let size = self.scheduler.config().block_size.0 as usize;
+        for (block, record) in ledger.records() {
+            let slots = &self.worker.arena[block.0 as usize * size..][..size];
+            let expected = truth.get(&(record.owner, record.key));
+            assert_eq!(expected.map(Vec::as_slice), Some(slots), "{block} is not what its record says");
+        }
+        self.scheduler.watch_blocks();
+        self.adopted += self.scheduler.adopt(ledger.records());
         self.check();
-        applied
+        self.ledger = Some(ledger);
+    }
+
+    /// What a block of each key holds.
+    fn truth(&self) -> BTreeMap<(DomainOwner, BlockKey), Vec<u64>> {
+        let config = self.scheduler.config();
+        let hasher = PrefixHasher::new(config.cache_key);
+        let mut truth = BTreeMap::new();
+        for request in self.requests.values() {
+            let owner = DomainOwner::Tenant(request.tenant);
+            let root = hasher.root(&Domain { owner, weights: config.weight_digest, adapter: 0, dtype: 0 });
+            for choice in 0..request.n {
+                let (output, _) = reference(request, choice, config.max_model_len.0);
+                let tokens: Vec<_> = request.prompt.iter().copied().chain(output).collect();
+                let (mut key, mut slot) = (root, 0);
+                for block in tokens.chunks_exact(config.block_size.0 as usize) {
+                    key = hasher.block(key, block);
+                    let slots = block.iter().map(|token| {
+                        slot = mix(slot, u64::from(token.0) + 1);
+                        slot
+                    });
+                    truth.insert((owner, key), slots.collect());
+                }
+            }
+        }
+        truth
+    }
+
+    fn restore(&mut self) -> Vec<(RequestId, u32)> {
+        let mut restored = Vec::new();
+        for id in self.admitted.clone() {
+            let request = self.requests[&id].clone();
+            let choices = (0..request.n).map(|choice| RestoredChoice {
+                emitted: self.tokens[&(id, choice)].clone(),
+                finished: self.ends(id).iter().find(|end| end.choice == choice).map(|end| end.reason),
+            });
+            let choices: Vec<_> = choices.collect();
+            for (choice, _) in (0..).zip(&choices).filter(|(_, known)| known.finished.is_none()) {
+                self.prompts.insert(SequenceId(self.prompts.len() as u64 + 1), request.prompt.len());
+                restored.push((id, choice));
+            }
+            if choices.iter().any(|choice| choice.finished.is_none()) {
+                let cached_tokens = self.started.get(&id).copied();
+                let mut known = Restored { request, choices, cached_tokens };
+                let finished = match self.scheduler.restore(&known) {
+                    Ok(finished) => finished,
+                    // It was removed, and of that the record was lost.
+                    Err(AdmitError::UnknownTenant(_)) => known.finish(FinishReason::Cancelled),
+                    Err(error) => panic!("{error}"),
+                };
+                self.note(finished);
+                self.check();
+            }
+        }
+        restored
+    }
+
+    /// The only plan in flight killed its worker.
+    pub fn accuse(&mut self, plan: StepPlan) {
+        let finished = self.scheduler.accuse(plan);
+        self.broken.extend(finished.iter().map(|end| end.request));
+        self.note(finished);
+        self.check();
+        self.worker.respawn(self.scheduler.snapshot());
     }
 
     pub fn cancel(&mut self, request: RequestId) {
@@ -214,28 +389,34 @@ impl Bench {
         self.check();
     }
 
-    /// Takes ends, and compares each output with what the request gives when it is alone.
+    /// Takes ends outside a step.
     pub fn note(&mut self, finished: Vec<Finished>) {
-        for end in finished {
-            let request = &self.requests[&end.request];
-            let got = &self.tokens[&(end.request, end.choice)];
-            let (expected, reason) = reference(request, end.choice, self.scheduler.config().max_model_len.0);
-            match end.reason {
-                FinishReason::Cancelled => assert_eq!(got[..], expected[..got.len()], "{end:?}"),
-                FinishReason::Failed => assert!(self.broken.contains(&end.request), "{end:?}"),
-                FinishReason::Stop | FinishReason::Length => {
-                    assert_eq!((got, end.reason), (&expected, reason), "{end:?}");
-                }
+        if !finished.is_empty() {
+            self.take(Applied { finished, ..Applied::default() });
+        }
+    }
+
+    /// Compares an output with what the request gives when it is alone.
+    fn check_end(&self, end: &Finished) {
+        let request = &self.requests[&end.request];
+        let got = &self.tokens[&(end.request, end.choice)];
+        let (expected, reason) = reference(request, end.choice, self.scheduler.config().max_model_len.0);
+        match end.reason {
+            FinishReason::Cancelled => assert_eq!(got[..], expected[..got.len()], "{end:?}"),
+            FinishReason::Failed => assert!(self.broken.contains(&end.request), "{end:?}"),
+            FinishReason::Stop | FinishReason::Length => {
+                assert_eq!((got, end.reason), (&expected, reason), "{end:?}");
             }
-            let twice = self.finished.iter().any(|f| (f.request, f.choice) == (end.request, end.choice));
-            assert!(!twice, "{end:?} twice");
-            if let Some(ended) = end.ended {
-                assert!(ended.cached_tokens < ended.prompt_tokens, "{ended:?}");
-                let all =
-                    (0..request.n).map(|choice| self.tokens[&(end.request, choice)].len()).sum::<usize>();
-                assert_eq!(ended.output_tokens.0 as usize, all, "{end:?}");
+        }
+        let twice = self.finished.iter().any(|f| (f.request, f.choice) == (end.request, end.choice));
+        assert!(!twice, "{end:?} twice");
+        if let Some(ended) = end.ended {
+            assert!(ended.cached_tokens < ended.prompt_tokens, "{ended:?}");
+            if let Some(cached) = self.started.get(&end.request) {
+                assert_eq!(ended.cached_tokens, *cached, "{end:?}");
             }
-            self.finished.push(end);
+            let all = (0..request.n).map(|choice| self.tokens[&(end.request, choice)].len()).sum::<usize>();
+            assert_eq!(ended.output_tokens.0 as usize, all, "{end:?}");
         }
     }
 

@@ -5,6 +5,7 @@ mod bench;
 mod bugs;
 mod cost;
 mod random;
+mod restore;
 mod rules;
 mod scenario;
 mod worker;

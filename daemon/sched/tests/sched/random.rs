@@ -56,6 +56,10 @@ struct World {
     next: u64,
     tenants: u64,
     remove_tenants: bool,
+    preemptions: u64,
+    /// Guesses.
+    tried: u64,
+    right: u64,
 }
 
 impl World {
@@ -82,8 +86,19 @@ impl World {
         // Only a plain loop has a sequence's last token to guess from.
         let depth = [1, 1, 1, 2, 3][dice.below(5) as usize];
         let tenants = 1 + dice.below(4);
-        let mut world =
-            Self { bench: Bench::new(config, depth), dice, next: 1, tenants, remove_tenants: false };
+        let mut world = Self {
+            bench: Bench::new(config, depth),
+            dice,
+            next: 1,
+            tenants,
+            remove_tenants: false,
+            preemptions: 0,
+            tried: 0,
+            right: 0,
+        };
+        if world.dice.one_in(2) {
+            world.bench.keep_ledger();
+        }
         for tenant in 0..tenants {
             world.set_share(tenant as u32);
         }
@@ -147,12 +162,14 @@ impl World {
             11 => self.bench.replay(true),
             12 => self.bench.replay(false),
             13 => self.revert(),
+            18 if self.dice.one_in(6) => self.die(),
             14 if self.dice.one_in(4) => self.break_one(),
             16 => {
                 let tenant = self.dice.below(self.tenants) as u32;
                 let on = [None, Some(true), Some(false)][self.dice.below(3) as usize];
                 self.bench.scheduler.set_prompt_lookup(TenantId(tenant), on);
             }
+            17 if self.dice.one_in(8) => self.crash(),
             15 if self.remove_tenants && self.dice.one_in(4) => {
                 let tenant = self.dice.below(self.tenants) as u32;
                 let finished = self.bench.scheduler.remove_tenant(TenantId(tenant));
@@ -163,6 +180,15 @@ impl World {
             _ => {
                 self.bench.step();
             }
+        }
+    }
+
+    /// Adds up what a scheduler counted.
+    fn count(&mut self) {
+        for tenant in self.bench.scheduler.stats().tenants {
+            self.preemptions += tenant.preemptions;
+            self.tried += tenant.draft_tokens;
+            self.right += tenant.draft_tokens_accepted;
         }
     }
 
@@ -184,6 +210,56 @@ impl World {
         }
     }
 
+    /// The process ends between any two writes, and another begins.
+    fn crash(&mut self) {
+        self.count();
+        let some = self.dice.below(6) as usize;
+        match self.dice.below(4) {
+            0 => {}
+            1 => {
+                // A plan that was never sent, with some of its blocks cleared.
+                if self.bench.flying.len() < self.bench.depth {
+                    let _ = self.bench.scheduler.schedule(self.bench.steps);
+                    self.bench.write_ledger(some);
+                }
+            }
+            2 => {
+                // One that ran, whole or in part, and gave nothing.
+                if self.bench.flying.len() < self.bench.depth {
+                    self.bench.plan();
+                }
+            }
+            _ => {
+                // One that was applied, with some of its blocks committed and nothing journaled.
+                if self.bench.flying.is_empty() {
+                    self.bench.plan();
+                }
+                if let Some((plan, output)) = self.bench.flying.pop_front() {
+                    let _ = self.bench.scheduler.apply(plan, output);
+                    self.bench.write_ledger(some);
+                }
+            }
+        }
+        let lost = self.dice.below(4) as usize;
+        self.bench.restart(lost);
+    }
+
+    /// A plan kills its worker after it has run.
+    fn die(&mut self) {
+        if self.bench.flying.is_empty() {
+            self.bench.plan();
+        }
+        while self.bench.flying.len() > 1
+            && let Some((plan, _)) = self.bench.flying.pop_back()
+        {
+            self.bench.scheduler.revert(plan);
+            self.bench.check();
+        }
+        if let Some((plan, _)) = self.bench.flying.pop_back() {
+            self.bench.accuse(plan);
+        }
+    }
+
     /// From now on a sequence's rows fail.
     fn break_one(&mut self) {
         let running = self.bench.scheduler.snapshot();
@@ -201,14 +277,16 @@ fn run(seed: u64, steps: u64, remove_tenants: bool) -> World {
     world.remove_tenants = remove_tenants;
     let mut before = world.bench.scheduler.stats();
     for _ in 0..steps {
+        let restarts = world.bench.restarts;
         world.event();
         let after = world.bench.scheduler.stats();
-        if !remove_tenants {
+        if !remove_tenants && restarts == world.bench.restarts {
             monotonic(&before, &after);
         }
         before = after;
     }
     world.bench.finish();
+    world.count();
     for (id, request) in &world.bench.requests {
         assert_eq!(
             world.bench.ends(*id).len(),
@@ -238,26 +316,28 @@ fn bug_16_a_long_run_of_random_steps_never_stalls() {
     let steps: u64 =
         std::env::var("PAGEDD_RANDOM_STEPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
     let (mut done, mut preemptions, mut ended, mut seed) = (0, 0, 0, 1);
-    let (mut tried, mut right) = (0_u64, 0_u64);
+    let (mut tried, mut right, mut restarts) = (0_u64, 0_u64, 0);
+    let mut adopted = 0;
     while done < steps {
         let part = 1000.min(steps - done);
         let world = run(seed, part, false);
-        for tenant in world.bench.scheduler.stats().tenants {
-            preemptions += tenant.preemptions;
-            tried += tenant.draft_tokens;
-            right += tenant.draft_tokens_accepted;
-        }
+        preemptions += world.preemptions;
+        tried += world.tried;
+        right += world.right;
         ended += world.bench.finished.len();
+        restarts += world.bench.restarts;
+        adopted += world.bench.adopted;
         done += part;
         seed += 1;
     }
     println!(
-        "{done} random steps in {seed} worlds: {ended} choices ended, {preemptions} preemptions, {right} of {tried} guesses right"
+        "{done} random steps in {seed} worlds: {ended} choices ended, {preemptions} preemptions, {restarts} restarts with {adopted} blocks, {right} of {tried} guesses right"
     );
     assert!(
         preemptions > done / 1000,
         "only {preemptions} preemptions: the pools were too large to prove anything"
     );
+    assert!(adopted > restarts, "{adopted} blocks adopted in {restarts} restarts");
     assert!(
         right > done / 100 && tried > right + right / 10,
         "{right} of {tried} guesses right: nothing proved"

@@ -6,6 +6,8 @@
 //! tenants  a: floor 4 ceiling 8   b: floor 0 ceiling 8   pool 10
 //! submit   a1 prompt 64  max 8  n 1  like a0                  (max 1, n 1; `like`: the same tokens as far as they go)
 //! step 3 | plan | apply | revert | finish | show | cancel a1 | stop a1.0 | share a floor 2 ceiling 8
+//! kill                                                        (the plan in flight kills its workers)
+//! restart lost 1                                              (a new scheduler, from all records but the last; lost 0)
 //! ```
 //! `UPDATE_SCENARIOS=1` writes what was given; the difference is read in review.
 #![allow(clippy::disallowed_methods, reason = "the test reads its scenarios; the scheduler does not")]
@@ -122,6 +124,13 @@ impl Player {
                 bench.scheduler.revert(plan);
                 bench.check();
             }
+            "kill" => {
+                let bench = self.bench();
+                let (plan, _) = bench.flying.pop_back().expect("a plan in flight");
+                bench.accuse(plan);
+                self.ends();
+            }
+            "restart" => self.restart(value(words, "lost", 0) as usize),
             "finish" => {
                 self.bench().finish();
                 self.ends();
@@ -148,6 +157,19 @@ impl Player {
             "show" => self.show(),
             _ => panic!("unknown command {verb}"),
         }
+    }
+
+    fn restart(&mut self, lost: usize) {
+        let restored = self.bench().restart(lost);
+        self.next_sequence = restored.len() as u64 + 1;
+        let name = |id| self.requests.iter().find(|(_, r)| r.id == id).expect("a request that was submitted");
+        let names = restored.into_iter().map(|(id, choice)| match name(id) {
+            (name, NewRequest { n: 1, .. }) => name.clone(),
+            (name, _) => format!("{name}.{choice}"),
+        });
+        self.names = (1..).map(SequenceId).zip(names).collect();
+        self.reported = self.reported.saturating_sub(lost);
+        self.ends();
     }
 
     fn submit(&mut self, words: &[&str]) {
