@@ -7,7 +7,7 @@
 //! deleted with a request is all that there was of it.
 
 use crate::saved::{StepEntry, seal};
-use crate::schema::{self, JOURNAL_DB};
+use crate::schema::{self, JOURNAL_DB, Kind};
 use crate::{Admission, DbError, Entry};
 use pagedd_core::{RequestId, TenantId};
 use rusqlite::{Connection, Params, Row, Transaction, TransactionBehavior, params};
@@ -96,8 +96,12 @@ impl JournalDb {
     /// # Errors
     /// Each names the file.
     pub fn open(state_dir: &Path, fsync: Fsync) -> Result<Self, DbError> {
+        Self::open_as(state_dir, fsync, JOURNAL_DB)
+    }
+
+    pub(crate) fn open_as(state_dir: &Path, fsync: Fsync, kind: Kind) -> Result<Self, DbError> {
         let path = state_dir.join("journal.db");
-        let db = schema::open(&path, JOURNAL_DB)?;
+        let db = schema::open(&path, kind)?;
         let sql = |error| DbError::sql(&path, error);
         db.busy_timeout(BUSY_TIMEOUT).map_err(sql)?;
         db.set_prepared_statement_cache_capacity(64);

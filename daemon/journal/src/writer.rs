@@ -250,3 +250,6 @@ impl JournalWriter {
         self.state = State::Lost { since_unix, records, reason, retry: now.instant + wait, wait };
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -20,7 +20,7 @@ pub fn admission(n: u64, tenant: u32) -> Admission {
     Admission {
         request: id(n),
         tenant: TenantId(tenant),
-        idempotency: n.is_multiple_of(3).then(|| Idempotency { key: [n as u8; 32], body: [7; 32] }),
+        idempotency: n.is_multiple_of(3).then_some(Idempotency { key: [n as u8; 32], body: [7; 32] }),
         saved: SavedRequest {
             model: "smollm2".to_owned(),
             key: Some(3),
