@@ -98,19 +98,12 @@ pub(crate) fn append_log(change: &Change<'_>, request: i64, entries: &[Entry]) -
     if entries.is_empty() {
         return Ok(());
     }
-    let blob = change.seal(entries)?;
-    let kept = change.execute(
-        "UPDATE requests SET bytes = bytes + ?2 WHERE seq = ?1",
-        params![request, blob.len() as i64],
+    change.execute(
+        "INSERT INTO logs (request, first, count, entries)
+         SELECT ?1, coalesce((SELECT first + count FROM logs WHERE request = ?1 ORDER BY first DESC LIMIT 1), 0), ?2, ?3
+         WHERE EXISTS (SELECT 1 FROM requests WHERE seq = ?1)",
+        params![request, entries.len() as i64, change.seal(entries)?],
     )?;
-    if kept == 1 {
-        change.execute(
-            "INSERT INTO logs (request, first, count, entries) VALUES (?1,
-                 coalesce((SELECT first + count FROM logs WHERE request = ?1 ORDER BY first DESC LIMIT 1), 0),
-                 ?2, ?3)",
-            params![request, entries.len() as i64, blob],
-        )?;
-    }
     Ok(())
 }
 

@@ -10,9 +10,11 @@ use crate::saved::{StepEntry, seal};
 use crate::schema::{self, JOURNAL_DB, Kind};
 use crate::{Admission, DbError, Entry};
 use pagedd_core::{RequestId, TenantId};
+use rusqlite::config::DbConfig;
 use rusqlite::{Connection, Params, Row, Transaction, TransactionBehavior, params};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
+use std::mem;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,6 +22,9 @@ use std::time::Duration;
 /// Pages in the write-ahead log from which on a commit also moves them to the file: 16 MiB, some seconds of full load. Most of
 /// them are later states of the same few pages, so that a longer log is less work.
 const CHECKPOINT_PAGES: u32 = 4096;
+
+/// What an entry of a log takes, about.
+pub(crate) const ENTRY_BYTES: i64 = 6;
 
 /// How long another connection may hold the file. Only a stranger's could: tokens wait for it.
 const BUSY_TIMEOUT: Duration = Duration::from_millis(250);
@@ -87,6 +92,8 @@ struct Live {
     /// Its row.
     seq: i64,
     tenant: TenantId,
+    /// Entries of its log, for its size: too many after a batch that was not committed.
+    entries: u32,
 }
 
 impl JournalDb {
@@ -105,6 +112,8 @@ impl JournalDb {
         let sql = |error| DbError::sql(&path, error);
         db.busy_timeout(BUSY_TIMEOUT).map_err(sql)?;
         db.set_prepared_statement_cache_capacity(64);
+        // Without it a statement over a table with a partial index is planned anew with each binding.
+        db.set_db_config(DbConfig::SQLITE_DBCONFIG_ENABLE_QPSG, true).map_err(sql)?;
         // Deleted prompts and tokens do not rest in free pages.
         db.pragma_update_and_check(None, "secure_delete", true, |_| Ok(())).map_err(sql)?;
         db.pragma_update_and_check(None, "wal_autocheckpoint", CHECKPOINT_PAGES, |_| Ok(())).map_err(sql)?;
@@ -151,20 +160,22 @@ impl JournalDb {
     /// [`append`](Self::append), with a commit that waits for this.
     pub(crate) fn append_at(&mut self, at: Commit, batch: &[Record], now_unix: u64) -> Result<(), DbError> {
         let mut batched = Batch::new(self);
-        let live = &self.live;
-        self.transact(at, |change| {
+        let mut live = mem::take(&mut self.live);
+        let done = self.transact(at, |change| {
             for record in batch {
                 match record {
                     Record::Admission(admission) => batched.admit(change, admission)?,
                     Record::Step(step) => {
                         for (request, entry) in &step.entries {
-                            batched.entry(live, *request, *entry);
+                            batched.entry(&mut live, *request, *entry);
                         }
                     }
                 }
             }
             batched.write(change, now_unix)
-        })?;
+        });
+        self.live = live;
+        done?;
         self.committed(at);
         let Batch { next_request, admitted, ended, rows, .. } = batched;
         self.next_request = next_request;
@@ -240,10 +251,13 @@ impl JournalDb {
         let live = {
             let mut query = self
                 .db
-                .prepare("SELECT id, seq, tenant FROM requests WHERE finished_unix IS NULL")
+                .prepare(
+                    "SELECT id, seq, tenant, (SELECT coalesce(sum(count), 0) FROM logs WHERE request = seq)
+                     FROM requests WHERE finished_unix IS NULL",
+                )
                 .map_err(sql)?;
             let read = |row: &Row<'_>| {
-                let live = Live { seq: row.get(1)?, tenant: TenantId(row.get(2)?) };
+                let live = Live { seq: row.get(1)?, tenant: TenantId(row.get(2)?), entries: row.get(3)? };
                 Ok((RequestId(row.get(0)?), live))
             };
             query.query_map([], read).and_then(Iterator::collect).map_err(sql)?
@@ -297,8 +311,8 @@ struct Batch {
     step: i64,
     next_request: i64,
     admitted: HashMap<RequestId, Live>,
-    /// Requests that end in it, with their rows.
-    ended: HashMap<RequestId, i64>,
+    /// Requests that end in it, with their rows and the bytes of their logs.
+    ended: HashMap<RequestId, (i64, i64)>,
     /// Entries by tenant, and the request row of the last.
     rows: BTreeMap<TenantId, (Vec<StepEntry>, i64)>,
 }
@@ -316,31 +330,32 @@ impl Batch {
 
     fn admit(&mut self, change: &Change<'_>, admission: &Admission) -> Result<(), DbError> {
         change.insert_request(self.next_request, admission, self.step)?;
-        let live = Live { seq: self.next_request, tenant: admission.tenant };
+        let live = Live { seq: self.next_request, tenant: admission.tenant, entries: 0 };
         self.admitted.insert(admission.request, live);
         self.next_request += 1;
         Ok(())
     }
 
-    fn entry(&mut self, live: &HashMap<RequestId, Live>, request: RequestId, entry: Entry) {
-        let found = live.get(&request).or_else(|| self.admitted.get(&request));
-        let Some(&Live { seq, tenant }) = found else { return };
+    fn entry(&mut self, live: &mut HashMap<RequestId, Live>, request: RequestId, entry: Entry) {
+        let found = live.get_mut(&request).or_else(|| self.admitted.get_mut(&request));
+        let Some(Live { seq, tenant, entries: count }) = found else { return };
         if !self.ended.is_empty() && self.ended.contains_key(&request) {
             return;
         }
-        let (entries, last) = self.rows.entry(tenant).or_default();
-        entries.push(StepEntry { behind: seq - *last, entry });
-        *last = seq;
+        *count += 1;
+        let (entries, last) = self.rows.entry(*tenant).or_default();
+        entries.push(StepEntry { behind: *seq - *last, entry });
+        *last = *seq;
         if matches!(entry, Entry::End { .. }) {
-            self.ended.insert(request, seq);
+            self.ended.insert(request, (*seq, i64::from(*count) * ENTRY_BYTES));
         }
     }
 
     fn write(&self, change: &Change<'_>, now_unix: u64) -> Result<(), DbError> {
-        for seq in self.ended.values() {
+        for (seq, bytes) in self.ended.values() {
             change.execute(
-                "UPDATE requests SET finished_unix = ?2, last_step = ?3 WHERE seq = ?1",
-                params![seq, now_unix as i64, self.step],
+                "UPDATE requests SET finished_unix = ?2, last_step = ?3, bytes = bytes + ?4 WHERE seq = ?1",
+                params![seq, now_unix as i64, self.step, bytes],
             )?;
         }
         for (tenant, (entries, _)) in &self.rows {

@@ -80,6 +80,7 @@ pub(crate) const JOURNAL: Migrations = &["
         idempotency_body BLOB CHECK (length(idempotency_body) = 32),
         finished_unix INTEGER,
         replays INTEGER NOT NULL DEFAULT 0,
+        -- Of its body and, once it has ended, its log: about.
         bytes INTEGER NOT NULL,
         -- Its entries stand in steps in [first_step, last_step], and in no others.
         first_step INTEGER NOT NULL,
@@ -92,14 +93,15 @@ pub(crate) const JOURNAL: Migrations = &["
         request INTEGER PRIMARY KEY,
         body BLOB NOT NULL
     ) STRICT;
-    -- Entries [first, first + count) of a request's log.
+    -- Entries [first, first + count) of a request's log. In the order of folds, so that one fold fills few pages.
     CREATE TABLE logs (
+        id INTEGER PRIMARY KEY,
         request INTEGER NOT NULL,
         first INTEGER NOT NULL,
         count INTEGER NOT NULL,
-        entries BLOB NOT NULL,
-        PRIMARY KEY (request, first)
-    ) STRICT, WITHOUT ROWID;
+        entries BLOB NOT NULL
+    ) STRICT;
+    CREATE UNIQUE INDEX logs_by_request ON logs (request, first, count);
     -- What was appended since the last fold: a batch's entries of one tenant's requests, in order.
     CREATE TABLE steps (
         id INTEGER PRIMARY KEY,

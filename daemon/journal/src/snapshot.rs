@@ -4,7 +4,7 @@
 //! meanwhile.
 
 use crate::fold::{Which, append_log, fold};
-use crate::journal::{Change, Commit};
+use crate::journal::{Change, Commit, ENTRY_BYTES};
 use crate::retention::delete_row;
 use crate::{Admission, DbError, Entry, JournalDb};
 use pagedd_core::RequestId;
@@ -55,9 +55,11 @@ impl JournalDb {
                 change.insert_request(seq, &request.admission, step)?;
                 append_log(change, seq, &request.entries)?;
                 let finished = request.finished_unix.map(|at| at as i64);
+                let bytes = finished.map_or(0, |_| request.entries.len() as i64 * ENTRY_BYTES);
                 change.execute(
-                    "UPDATE requests SET replays = ?2, finished_unix = ?3, last_step = ?4 WHERE seq = ?1",
-                    params![seq, replays, finished, finished.map(|_| step)],
+                    "UPDATE requests SET replays = ?2, finished_unix = ?3, last_step = ?4, bytes = bytes + ?5
+                     WHERE seq = ?1",
+                    params![seq, replays, finished, finished.map(|_| step), bytes],
                 )?;
             }
             Ok(())

@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 /// How long after a failure the disk is tried again, at first and at most.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(15));
 /// Records of steps from which on some are folded.
-const FOLD_FROM: u64 = 256;
-/// Records of steps that one fold moves at most: tokens wait for it.
-const FOLD_AT_ONCE: u64 = 64;
+const FOLD_FROM: u64 = 512;
+/// Records of steps that one fold moves at most: tokens wait for it. A request in few of them costs as much as one in all.
+const FOLD_AT_ONCE: u64 = 256;
 /// How long deleted bytes may stand in the write-ahead log.
 const PURGE_AFTER: Duration = Duration::from_secs(5);
 
