@@ -152,13 +152,17 @@ impl JournalDb {
     /// `now_unix` is kept as the time at which the requests ended that end here.
     ///
     /// # Errors
-    /// [`DbError::DiskFull`], [`DbError::Locked`] and those of a broken disk. Nothing has changed.
+    /// [`DbError::DiskFull`], [`DbError::Locked`] and those of a broken disk. Nothing has changed; where only the sync failed,
+    /// the next start may find the batch, whole.
     pub fn append(&mut self, batch: &[Record], now_unix: u64) -> Result<(), DbError> {
         self.append_at(self.usual(), batch, now_unix)
     }
 
     /// [`append`](Self::append), with a commit that waits for this.
     pub(crate) fn append_at(&mut self, at: Commit, batch: &[Record], now_unix: u64) -> Result<(), DbError> {
+        if batch.is_empty() {
+            return Ok(());
+        }
         let mut batched = Batch::new(self);
         let mut live = mem::take(&mut self.live);
         let done = self.transact(at, |change| {

@@ -92,11 +92,24 @@ impl JournalDb {
     ///
     /// # Errors
     /// Where the file cannot be read at all. `visit` has seen some requests then.
-    pub fn replay(&self, mut visit: impl FnMut(Replayed)) -> Result<(), DbError> {
+    pub fn replay(&self, visit: impl FnMut(Replayed)) -> Result<(), DbError> {
+        self.replay_where("TRUE", visit)
+    }
+
+    /// [`replay`](Self::replay) of those only that are live: what a start admits again. The others can be [asked
+    /// for](Self::request) one by one.
+    ///
+    /// # Errors
+    /// As for [`replay`](Self::replay).
+    pub fn replay_live(&self, visit: impl FnMut(Replayed)) -> Result<(), DbError> {
+        self.replay_where("finished_unix IS NULL", visit)
+    }
+
+    fn replay_where(&self, which: &str, mut visit: impl FnMut(Replayed)) -> Result<(), DbError> {
         let sql = |error| DbError::sql(&self.path, error);
         let unfolded = self.unfolded_entries(Which::All)?;
-        let mut statement =
-            self.db.prepare(&format!("SELECT {REQUEST} FROM requests ORDER BY seq")).map_err(sql)?;
+        let query = format!("SELECT {REQUEST} FROM requests WHERE {which} ORDER BY seq");
+        let mut statement = self.db.prepare(&query).map_err(sql)?;
         let mut rows = statement.query([]).map_err(sql)?;
         while let Some(row) = rows.next().map_err(sql)? {
             let row = request_row(row).map_err(sql)?;

@@ -60,6 +60,9 @@ fn what_was_appended_is_there_after_a_start() {
     assert_eq!((before[0].finished_unix, before[1].finished_unix), (Some(NOW + 1), None));
     assert_eq!(before[1].entries, [token(0, 20), token(1, 21), finish(1)]);
     assert_eq!(db.live(), 1);
+    let mut live = Vec::new();
+    db.replay_live(|kept| live.push(kept.unwrap())).unwrap();
+    assert_eq!(live, before[1..]);
 }
 
 #[test]

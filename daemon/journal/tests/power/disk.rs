@@ -46,8 +46,12 @@ pub enum Cut {
 #[derive(Default)]
 struct State {
     files: Files,
-    /// The directory whose files are recorded, and what was done to them.
+    /// The directories whose files are recorded, and what was done to them.
     recorded: BTreeMap<String, Vec<Op>>,
+    /// Directories on a disk of so many bytes.
+    room: BTreeMap<String, usize>,
+    /// Directories on a disk that does not sync.
+    broken: BTreeSet<String>,
 }
 
 /// The disk of this process.
@@ -87,6 +91,37 @@ impl Disk {
         self.state().recorded[directory].len()
     }
 
+    /// Leaves a directory so many bytes for its files, `None` as many as it likes.
+    pub fn limit(&self, directory: &str, room: Option<usize>) {
+        let mut state = self.state();
+        match room {
+            Some(room) => drop(state.room.insert(directory.to_owned(), room)),
+            None => drop(state.room.remove(directory)),
+        }
+    }
+
+    /// Bytes of a directory's files.
+    pub fn size(&self, directory: &str) -> usize {
+        size(&self.state().files, directory)
+    }
+
+    /// Syncs of a directory's files fail, or do so no more.
+    pub fn break_syncs(&self, directory: &str, broken: bool) {
+        let mut state = self.state();
+        if broken {
+            state.broken.insert(directory.to_owned());
+        } else {
+            state.broken.remove(directory);
+        }
+    }
+
+    /// A directory's files.
+    pub fn files(&self, directory: &str) -> Files {
+        let state = self.state();
+        let files = state.files.iter().filter(|(path, _)| directory_of(path) == directory);
+        files.map(|(path, data)| (path[directory.len() + 1..].to_owned(), data.clone())).collect()
+    }
+
     /// Makes a directory's files these.
     pub fn set(&self, directory: &str, files: Files) {
         let mut state = self.state();
@@ -94,15 +129,30 @@ impl Disk {
         state.files.extend(files.into_iter().map(|(file, data)| (format!("{directory}/{file}"), data)));
     }
 
-    fn act(&self, path: &str, what: What) {
+    fn act(&self, path: &str, what: What) -> VfsResult<()> {
         let mut state = self.state();
-        apply(&mut state.files, path, &what, |_| true);
         let directory = directory_of(path);
+        if let (What::Write { offset, data }, Some(room)) = (&what, state.room.get(directory)) {
+            let there = state.files.get(path).map_or(0, Vec::len);
+            let more = (offset + data.len()).saturating_sub(there);
+            if size(&state.files, directory) + more > *room {
+                return Err(VfsError::new(VfsErrorCode::Full, "no space left".into()));
+            }
+        }
+        if matches!(what, What::Sync) && state.broken.contains(directory) {
+            return Err(VfsError::new(VfsErrorCode::IoSync, "the disk does not answer".into()));
+        }
+        apply(&mut state.files, path, &what, |_| true);
         let file = path[directory.len() + 1..].to_owned();
         if let Some(recorded) = state.recorded.get_mut(directory) {
             recorded.push(Op { file, what });
         }
+        Ok(())
     }
+}
+
+fn size(files: &Files, directory: &str) -> usize {
+    files.iter().filter(|(path, _)| directory_of(path) == directory).map(|(_, data)| data.len()).sum()
 }
 
 fn directory_of(path: &str) -> &str {
@@ -226,18 +276,15 @@ impl VfsFile for Handle {
     }
 
     fn write(&mut self, data: &[u8], offset: u64) -> VfsResult<()> {
-        self.disk.act(&self.path, What::Write { offset: offset as usize, data: data.to_vec() });
-        Ok(())
+        self.disk.act(&self.path, What::Write { offset: offset as usize, data: data.to_vec() })
     }
 
     fn truncate(&mut self, size: u64) -> VfsResult<()> {
-        self.disk.act(&self.path, What::Truncate(size as usize));
-        Ok(())
+        self.disk.act(&self.path, What::Truncate(size as usize))
     }
 
     fn sync(&mut self, _: SyncOptions) -> VfsResult<()> {
-        self.disk.act(&self.path, What::Sync);
-        Ok(())
+        self.disk.act(&self.path, What::Sync)
     }
 
     fn size(&self) -> VfsResult<u64> {
@@ -291,8 +338,7 @@ impl VfsStore for Store {
     }
 
     fn delete_file(disk: &Disk, name: &str, _: bool) -> VfsResult<()> {
-        disk.act(name, What::Delete);
-        Ok(())
+        disk.act(name, What::Delete)
     }
 }
 

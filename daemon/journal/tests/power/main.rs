@@ -1,4 +1,4 @@
-//! The power goes at any moment, and the journal is whole.
+//! The power goes at any moment, the disk is full or broken at any write, and the journal is whole.
 //!
 //! Everything that SQLite writes and syncs is recorded; then the disk is made what a cut could leave at each moment: what was
 //! synced, and of the rest any sectors. The same number of chance gives the same cuts.
@@ -11,12 +11,16 @@
 mod common;
 mod disk;
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use common::{END, Model, NOW, admission, admit, finish, id, step, token};
+use common::{END, Model, NOW, admission, admit, finish, id, replay, step, token};
 use disk::{Chance, Cut, Disk, Op, What, after_cut};
-use pagedd_journal::{Fsync, JournalDb, Kept, Record, Retention, Snapshot, SnapshotRequest};
+use pagedd_journal::{
+    Durability, Fsync, JournalDb, JournalWriter, Kept, LossReason, Now, Record, Retention, Snapshot,
+    SnapshotRequest,
+};
 
 const INTERVAL: Fsync = Fsync::Interval(Duration::from_secs(1));
 /// What is done before the power goes.
@@ -179,4 +183,97 @@ fn with_fsync_every_a_power_cut_loses_nothing_that_was_appended() {
 fn the_same_cuts_do_harm_where_nothing_is_synced() {
     let (wrong, cuts) = cut_everywhere(Fsync::Never, 5);
     assert!(!wrong.is_empty(), "a disk that loses nothing in {cuts} cuts proves nothing");
+}
+
+/// What a hub would send.
+fn snapshot(model: &Model) -> Snapshot {
+    let request = |kept: &Kept| SnapshotRequest {
+        admission: kept.admission.clone(),
+        entries: kept.entries.clone(),
+        finished_unix: kept.finished_unix,
+    };
+    Snapshot { requests: model.requests.iter().map(request).collect() }
+}
+
+/// What is kept in a copy of the files as they are, as after a kill.
+fn after_kill(of: &str) -> Vec<Kept> {
+    let dir = tempfile::tempdir().unwrap();
+    let name = dir.path().to_str().unwrap();
+    Disk::get().set(name, Disk::get().files(of));
+    replay(&JournalDb::open(dir.path(), INTERVAL).unwrap())
+}
+
+/// Appends with less and less room, or with syncs that fail, until that is so; then makes it right and goes on.
+fn fail_and_recover(
+    fsync: Fsync,
+    fail: impl Fn(&str),
+    repair: impl Fn(&str),
+    reason: fn(&LossReason) -> bool,
+) {
+    let disk = Disk::get();
+    let dir = tempfile::tempdir().unwrap();
+    let name = dir.path().to_str().unwrap();
+    let mut writer = JournalWriter::new(JournalDb::open(dir.path(), fsync).unwrap());
+    let mut model = Model::default();
+    let start = Instant::now();
+    let mut failures = 0;
+    for n in 0..400_u64 {
+        let now = Now { instant: start + Duration::from_secs(n), unix: NOW + n };
+        let mut batch = vec![admit(n, n as u32 % 3), step((0..=n).map(|i| (i, token(0, n as u32))))];
+        if n >= 20 {
+            batch.push(step([(n - 20, finish(0)), (n - 20, END)]));
+        }
+        if n % 40 == 20 {
+            fail(name);
+        }
+        if n % 40 == 39 {
+            repair(name);
+        }
+        let before = writer.durability();
+        let written = model.clone();
+        model.append(&batch, now.unix);
+        let after = writer.append(&batch, now);
+        if let (Durability::Durable, Durability::Lost { reason: why, .. }) = (before, &after) {
+            failures += 1;
+            assert!(reason(why), "{why:?}");
+            assert_eq!(replay(writer.db()), written.requests, "a batch that failed has changed nothing");
+            // Where only the sync failed, a commit may be found by a start; half of one never is.
+            let found = after_kill(name);
+            assert!(found == written.requests || found == model.requests);
+        }
+        writer.tick(now);
+        if writer.needs_snapshot(now) {
+            writer.restore_snapshot(&snapshot(&model), now);
+        }
+        if writer.durability() == Durability::Durable {
+            assert_eq!(replay(writer.db()), model.requests, "after {n}");
+            assert_eq!(after_kill(name), model.requests, "after {n}");
+        }
+        let retention = Retention { seconds: 12, per_tenant: BTreeMap::new(), max_bytes: u64::MAX };
+        let gone = writer.expire(&retention, now).requests;
+        model.requests.retain(|kept| !gone.contains(&kept.admission.request));
+    }
+    assert!(failures >= 8, "{failures}");
+    disk.set(name, disk::Files::new());
+}
+
+#[test]
+fn a_disk_that_fills_up_at_any_write_loses_no_more_than_it_says_and_recovers() {
+    let disk = Disk::get();
+    let chance = RefCell::new(Chance(3));
+    for fsync in [INTERVAL, Fsync::Every] {
+        let fail = |name: &str| {
+            let more = chance.borrow_mut().below(20_000) as usize;
+            disk.limit(name, Some(disk.size(name) + more));
+        };
+        fail_and_recover(fsync, fail, |name| disk.limit(name, None), |why| *why == LossReason::DiskFull);
+    }
+}
+
+#[test]
+fn a_disk_that_does_not_sync_is_found_out_and_recovers() {
+    let disk = Disk::get();
+    let fail = |name: &str| disk.break_syncs(name, true);
+    let repair = |name: &str| disk.break_syncs(name, false);
+    fail_and_recover(Fsync::Every, fail, repair, |why| matches!(why, LossReason::Failed(_)));
 }
