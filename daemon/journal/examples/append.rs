@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::collections::VecDeque;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::sys::time::TimeValLike;
@@ -42,8 +42,30 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let written = written()?;
             run.go(seconds * STEPS_PER_SECOND)?;
             run.print(load, name, self::written()? - written);
+            drop(run);
+            reopen(&at, fsync)?;
         }
     }
+    Ok(())
+}
+
+/// What a start takes.
+fn reopen(at: &Path, fsync: Fsync) -> Result<(), Box<dyn std::error::Error>> {
+    let start = Instant::now();
+    let db = JournalDb::open(at, fsync)?;
+    let opened = start.elapsed();
+    let start = Instant::now();
+    let (mut requests, mut entries) = (0, 0);
+    db.replay(|kept| {
+        requests += 1;
+        entries += kept.map_or(0, |kept| kept.entries.len());
+    })?;
+    println!(
+        "          start: open {} ms, replay of {requests} requests and {entries} entries {} ms, file {} KiB",
+        opened.as_millis(),
+        start.elapsed().as_millis(),
+        fs::metadata(db.path())?.len() >> 10,
+    );
     Ok(())
 }
 

@@ -193,3 +193,6 @@ pub(crate) fn unseal<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, SavedError>
     }
     postcard::from_bytes(payload).map_err(SavedError::Decode)
 }
+
+#[cfg(test)]
+mod tests;
