@@ -7,7 +7,7 @@ use crate::saved::{Entry, StepEntry, unseal};
 use crate::{DbError, JournalDb, SavedError};
 use pagedd_core::TenantId;
 use rusqlite::{Connection, params};
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::path::Path;
 
 /// What a fold did.
@@ -27,6 +27,15 @@ pub(crate) enum Which {
     Of(TenantId),
 }
 
+impl Which {
+    const fn tenant(self) -> Option<u32> {
+        match self {
+            Self::Of(tenant) => Some(tenant.0),
+            Self::Oldest(_) | Self::All => None,
+        }
+    }
+}
+
 /// A record of steps.
 pub(crate) struct StepRow {
     id: i64,
@@ -38,16 +47,15 @@ pub(crate) struct StepRow {
 
 /// Reads records, oldest first.
 pub(crate) fn read(db: &Connection, path: &Path, which: Which) -> Result<Vec<StepRow>, DbError> {
-    let (tenant, most) = match which {
-        Which::Oldest(most) => (None, i64::try_from(most).unwrap_or(i64::MAX)),
-        Which::All => (None, -1),
-        Which::Of(tenant) => (Some(tenant.0), -1),
+    let most = match which {
+        Which::Oldest(most) => i64::try_from(most).unwrap_or(i64::MAX),
+        Which::All | Which::Of(_) => -1,
     };
     rows(
         db,
         path,
         "SELECT id, step, tenant, entries FROM steps WHERE ?1 IS NULL OR tenant = ?1 ORDER BY id LIMIT ?2",
-        params![tenant, most],
+        params![which.tenant(), most],
         |row| {
             let entries = unseal::<Vec<StepEntry>>(row.get_ref(3)?.as_blob()?).map(|entries| {
                 let mut seq = 0_i64;
@@ -65,7 +73,7 @@ pub(crate) fn read(db: &Connection, path: &Path, which: Which) -> Result<Vec<Ste
 /// Moves records to the logs of their requests; entries of requests that are not kept any more go. Says how many records.
 pub(crate) fn fold(change: &Change<'_>, which: Which) -> Result<u64, DbError> {
     let records = read(change, change.path(), which)?;
-    let mut logs: BTreeMap<i64, Vec<Entry>> = BTreeMap::new();
+    let mut logs: HashMap<i64, Vec<Entry>> = HashMap::new();
     for record in &records {
         match &record.entries {
             Ok(entries) => {
@@ -83,11 +91,16 @@ pub(crate) fn fold(change: &Change<'_>, which: Which) -> Result<u64, DbError> {
             }
         }
     }
+    let mut logs: Vec<_> = logs.into_iter().collect();
+    logs.sort_unstable_by_key(|(request, _)| *request);
     for (request, entries) in logs {
         append_log(change, request, &entries)?;
     }
-    for record in &records {
-        change.execute("DELETE FROM steps WHERE id = ?1", [record.id])?;
+    if let (Some(first), Some(last)) = (records.first(), records.last()) {
+        change.execute(
+            "DELETE FROM steps WHERE id BETWEEN ?1 AND ?2 AND (?3 IS NULL OR tenant = ?3)",
+            params![first.id, last.id, which.tenant()],
+        )?;
     }
     Ok(records.len() as u64)
 }

@@ -11,7 +11,7 @@ use crate::schema::{self, JOURNAL_DB, Kind};
 use crate::{Admission, DbError, Entry};
 use pagedd_core::{RequestId, TenantId};
 use rusqlite::config::DbConfig;
-use rusqlite::{Connection, Params, Row, Transaction, TransactionBehavior, params};
+use rusqlite::{Connection, Params, Row, params};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 use std::mem;
@@ -289,13 +289,14 @@ impl JournalDb {
     }
 
     fn transact_now<T>(&self, act: impl FnOnce(&Change<'_>) -> Result<T, DbError>) -> Result<T, DbError> {
-        let sql = |error| DbError::sql(&self.path, error);
-        let transaction =
-            Transaction::new_unchecked(&self.db, TransactionBehavior::Immediate).map_err(sql)?;
-        let change = Change { transaction, path: &self.path };
-        let done = act(&change)?;
-        change.transaction.commit().map_err(sql)?;
-        Ok(done)
+        let change = Change { db: &self.db, path: &self.path };
+        change.execute("BEGIN IMMEDIATE", [])?;
+        let done = act(&change).and_then(|done| change.execute("COMMIT", []).map(|_| done));
+        // SQLite has rolled back by itself after some failures.
+        if done.is_err() && !self.db.is_autocommit() {
+            change.execute("ROLLBACK", [])?;
+        }
+        done
     }
 
     /// A request is not kept any more.
@@ -372,16 +373,16 @@ impl Batch {
     }
 }
 
-/// A transaction under way.
+/// A transaction under way. Its statements are prepared once, `BEGIN` and `COMMIT`, too.
 pub(crate) struct Change<'a> {
-    transaction: Transaction<'a>,
+    db: &'a Connection,
     path: &'a Path,
 }
 
 impl Deref for Change<'_> {
     type Target = Connection;
     fn deref(&self) -> &Connection {
-        &self.transaction
+        self.db
     }
 }
 
@@ -393,7 +394,7 @@ impl Change<'_> {
 
     /// Runs a statement; says how many rows it changed.
     pub(crate) fn execute(&self, statement: &str, parameters: impl Params) -> Result<usize, DbError> {
-        let done = self.transaction.prepare_cached(statement).and_then(|mut s| s.execute(parameters));
+        let done = self.db.prepare_cached(statement).and_then(|mut s| s.execute(parameters));
         done.map_err(|error| DbError::sql(self.path, error))
     }
 
@@ -404,7 +405,7 @@ impl Change<'_> {
         parameters: impl Params,
         read: impl FnMut(&Row<'_>) -> rusqlite::Result<T>,
     ) -> Result<Vec<T>, DbError> {
-        rows(&self.transaction, self.path, query, parameters, read)
+        rows(self.db, self.path, query, parameters, read)
     }
 
     /// Encodes a value for a column.
