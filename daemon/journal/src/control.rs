@@ -1,6 +1,6 @@
 //! control.db: tenants, keys and the installation's secret.
 
-use crate::schema::{self, CONTROL};
+use crate::schema::{self, CONTROL_DB};
 use crate::{DbError, Digest, NewKey};
 use pagedd_core::TenantId;
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, named_params, params};
@@ -105,7 +105,7 @@ impl ControlDb {
     /// Each names the file. The caller holds the state directory's lock, so [`DbError::Locked`] is a stranger's doing.
     pub fn open(state_dir: &Path) -> Result<Self, DbError> {
         let path = state_dir.join("control.db");
-        let db = schema::open(&path, CONTROL)?;
+        let db = schema::open(&path, CONTROL_DB)?;
         Self::over(db, path)
     }
 

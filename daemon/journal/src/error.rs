@@ -1,9 +1,39 @@
 //! Why a database did not do what was asked.
 
-use pagedd_core::TenantId;
+use pagedd_core::{RequestId, TenantId};
 use rusqlite::ErrorCode;
 use std::io;
 use std::path::{Path, PathBuf};
+
+/// Why saved bytes are not what was saved.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum SavedError {
+    /// They changed since they were written, or there are none.
+    #[error("its checksum is wrong")]
+    Checksum,
+    /// A newer pagedd wrote them.
+    #[error("it is encoded in version {found}, this pagedd knows up to {known}")]
+    Version {
+        /// What they say.
+        found: u8,
+        /// What this version knows.
+        known: u8,
+    },
+    /// They are whole, and yet make no sense.
+    #[error("it does not decode: {0}")]
+    Decode(postcard::Error),
+    /// Entries of the log are missing.
+    #[error("its log goes on at entry {found}, {expected} was to come")]
+    Hole {
+        /// The next entry.
+        expected: u64,
+        /// What came.
+        found: u64,
+    },
+    /// A record that may have held entries of its log was damaged.
+    #[error("a record of steps was damaged that may have held its tokens")]
+    Step,
+}
 
 /// Why a database did not do what was asked. Nothing has changed: every operation is one transaction.
 #[derive(Debug, thiserror::Error)]
@@ -86,6 +116,24 @@ pub enum DbError {
         path: PathBuf,
         /// Why.
         source: io::Error,
+    },
+    /// What is kept of one request is damaged: delete it. Other requests are not touched by that.
+    #[error("{}: request {request} is damaged: {source}", path.display())]
+    Damaged {
+        /// The database.
+        path: PathBuf,
+        /// Which.
+        request: RequestId,
+        /// In what way.
+        source: SavedError,
+    },
+    /// A value could not be encoded.
+    #[error("{}: not encoded: {source}", path.display())]
+    Encode {
+        /// The database.
+        path: PathBuf,
+        /// Why.
+        source: postcard::Error,
     },
     /// The kernel gave no random bytes.
     #[error("no random bytes from the kernel: {0}")]

@@ -8,8 +8,24 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Stands in the header of every database of pagedd: "pgdd".
-const APPLICATION_ID: i32 = 0x7067_6464;
+/// What a database file is.
+#[derive(Clone, Copy)]
+pub(crate) struct Kind {
+    /// Stands in its header, and in no other kind's.
+    pub application_id: i32,
+    /// Its schema.
+    pub migrations: Migrations,
+    /// Who else may open it meanwhile.
+    pub sharing: Sharing,
+}
+
+/// control.db: "pgdd".
+pub(crate) const CONTROL_DB: Kind =
+    Kind { application_id: 0x7067_6464, migrations: CONTROL, sharing: Sharing::Shared };
+
+/// journal.db: "pgdj".
+pub(crate) const JOURNAL_DB: Kind =
+    Kind { application_id: 0x7067_646a, migrations: JOURNAL, sharing: Sharing::Exclusive };
 
 /// How long another process may hold the database.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -50,18 +66,77 @@ pub(crate) const CONTROL: Migrations = &["
     ALTER TABLE tenants ADD COLUMN prompt_lookup INTEGER CHECK (prompt_lookup IN (0, 1));
 "];
 
+/// journal.db. `requests` is small and changes, `bodies` is large and does not: SQLite writes a changed row anew, whole.
+pub(crate) const JOURNAL: Migrations = &["
+    CREATE TABLE meta (
+        key TEXT NOT NULL PRIMARY KEY,
+        value INTEGER NOT NULL
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE requests (
+        seq INTEGER PRIMARY KEY,
+        id BLOB NOT NULL UNIQUE CHECK (length(id) = 16),
+        tenant INTEGER NOT NULL,
+        idempotency_key BLOB CHECK (length(idempotency_key) = 32),
+        idempotency_body BLOB CHECK (length(idempotency_body) = 32),
+        finished_unix INTEGER,
+        replays INTEGER NOT NULL DEFAULT 0,
+        -- Of its body and, once it has ended, its log: about.
+        bytes INTEGER NOT NULL,
+        -- Its entries stand in steps in [first_step, last_step], and in no others.
+        first_step INTEGER NOT NULL,
+        last_step INTEGER,
+        damaged INTEGER NOT NULL DEFAULT 0 CHECK (damaged IN (0, 1))
+    ) STRICT;
+    CREATE INDEX requests_by_key ON requests (tenant, idempotency_key) WHERE idempotency_key IS NOT NULL;
+    CREATE INDEX finished ON requests (tenant, finished_unix, bytes) WHERE finished_unix IS NOT NULL;
+    CREATE TABLE bodies (
+        request INTEGER PRIMARY KEY,
+        body BLOB NOT NULL
+    ) STRICT;
+    -- Entries [first, first + count) of a request's log. In the order of folds, so that one fold fills few pages.
+    CREATE TABLE logs (
+        id INTEGER PRIMARY KEY,
+        request INTEGER NOT NULL,
+        first INTEGER NOT NULL,
+        count INTEGER NOT NULL,
+        entries BLOB NOT NULL
+    ) STRICT;
+    CREATE UNIQUE INDEX logs_by_request ON logs (request, first, count);
+    -- What was appended since the last fold: a batch's entries of one tenant's requests, in order.
+    CREATE TABLE steps (
+        id INTEGER PRIMARY KEY,
+        step INTEGER NOT NULL,
+        tenant INTEGER NOT NULL,
+        entries BLOB NOT NULL
+    ) STRICT;
+    INSERT INTO meta (key, value) VALUES ('syncs', 0);
+"];
+
+/// Who else may open the file meanwhile.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// Other processes, between transactions.
+    Shared,
+    /// Nobody: the lock is held as long as the connection is, so that no stranger's lock can come between.
+    Exclusive,
+}
+
 /// Opens `path` (mode 0600, made where it is missing), checks it and brings it to the newest version.
-pub(crate) fn open(path: &Path, migrations: Migrations) -> Result<Connection, DbError> {
+pub(crate) fn open(path: &Path, kind: Kind) -> Result<Connection, DbError> {
     make_private(path)?;
     let sql = |error| DbError::sql(path, error);
     let mut db = Connection::open(path).map_err(sql)?;
     db.busy_timeout(BUSY_TIMEOUT).map_err(sql)?;
-    let version = check(&db, path, migrations)?;
+    if kind.sharing == Sharing::Exclusive {
+        // Before the first read: the index of the log then is in memory, and there is no third file.
+        db.pragma_update_and_check(None, "locking_mode", "exclusive", |_| Ok(())).map_err(sql)?;
+    }
+    let version = check(&db, path, kind)?;
     db.pragma_update_and_check(None, "journal_mode", "wal", |_| Ok(())).map_err(sql)?;
     db.pragma_update(None, "synchronous", "full").map_err(sql)?;
     db.pragma_update(None, "foreign_keys", true).map_err(sql)?;
     db.pragma_update(None, "trusted_schema", false).map_err(sql)?;
-    migrate(&mut db, path, version, migrations)?;
+    migrate(&mut db, path, version, kind)?;
     Ok(db)
 }
 
@@ -85,15 +160,15 @@ fn make_private(path: &Path) -> Result<(), DbError> {
 }
 
 /// The version of a database that is whole and pagedd's own, or empty.
-fn check(db: &Connection, path: &Path, migrations: Migrations) -> Result<u32, DbError> {
+fn check(db: &Connection, path: &Path, kind: Kind) -> Result<u32, DbError> {
     let sql = |error| DbError::sql(path, error);
     let pragma = |name: &str| db.pragma_query_value(None, name, |row| row.get::<_, i64>(0)).map_err(sql);
     let tables: i64 =
         db.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0)).map_err(sql)?;
-    if tables > 0 && pragma("application_id")? != i64::from(APPLICATION_ID) {
+    if tables > 0 && pragma("application_id")? != i64::from(kind.application_id) {
         return Err(DbError::Foreign { path: path.to_path_buf() });
     }
-    let known = migrations.len() as u32;
+    let known = kind.migrations.len() as u32;
     let found = u32::try_from(pragma("user_version")?).unwrap_or(u32::MAX);
     if found > known {
         return Err(DbError::NewerSchema { path: path.to_path_buf(), found, known });
@@ -106,8 +181,9 @@ fn check(db: &Connection, path: &Path, migrations: Migrations) -> Result<u32, Db
 }
 
 /// Applies what is missing in one transaction, after a copy of what is there.
-fn migrate(db: &mut Connection, path: &Path, version: u32, migrations: Migrations) -> Result<(), DbError> {
+fn migrate(db: &mut Connection, path: &Path, version: u32, kind: Kind) -> Result<(), DbError> {
     let sql = |error| DbError::sql(path, error);
+    let Kind { application_id, migrations, .. } = kind;
     let missing = &migrations[version as usize..];
     if missing.is_empty() {
         return Ok(());
@@ -122,7 +198,7 @@ fn migrate(db: &mut Connection, path: &Path, version: u32, migrations: Migration
     for statements in missing {
         transaction.execute_batch(statements).map_err(sql)?;
     }
-    transaction.pragma_update(None, "application_id", APPLICATION_ID).map_err(sql)?;
+    transaction.pragma_update(None, "application_id", application_id).map_err(sql)?;
     transaction.pragma_update(None, "user_version", migrations.len() as u32).map_err(sql)?;
     transaction.commit().map_err(sql)
 }

@@ -1,4 +1,4 @@
-use crate::schema::{CONTROL, Migrations, open};
+use crate::schema::{CONTROL, CONTROL_DB, Kind, Migrations, open};
 use crate::*;
 use pagedd_core::TenantId;
 use proptest::prelude::*;
@@ -38,6 +38,10 @@ fn v1() -> TempDir {
     let dir = dir();
     Connection::open(dir.path().join("control.db")).unwrap().execute_batch(V1).unwrap();
     dir
+}
+
+fn of(migrations: Migrations) -> Kind {
+    Kind { migrations, ..CONTROL_DB }
 }
 
 fn mode(path: &Path) -> u32 {
@@ -251,7 +255,7 @@ fn the_released_first_migration_is_what_version_1_wrote() {
     let dir = dir();
     let old = v1();
     let first: Migrations = &CONTROL[..1];
-    let fresh = open(&dir.path().join("control.db"), first).unwrap();
+    let fresh = open(&dir.path().join("control.db"), of(first)).unwrap();
     assert_eq!(schema_of(&fresh), schema_of(&Connection::open(old.path().join("control.db")).unwrap()));
 }
 
@@ -266,7 +270,7 @@ fn a_migration_keeps_the_rows_and_leaves_a_private_copy_of_what_was() {
     let path = dir.path().join("control.db");
     let backup = dir.path().join("control.db.v1");
     fs::write(dir.path().join("control.db.v1.partial"), "left behind by a crash").unwrap();
-    let db = open(&path, NEXT).unwrap();
+    let db = open(&path, of(NEXT)).unwrap();
     assert_eq!(pragma(&db, "user_version"), 2);
     let notes: String = db.query_row("SELECT group_concat(note) FROM tenants", [], |row| row.get(0)).unwrap();
     assert_eq!(notes, "acme,zebra");
@@ -284,7 +288,7 @@ fn a_migration_keeps_the_rows_and_leaves_a_private_copy_of_what_was() {
 fn a_migration_that_fails_changes_nothing() {
     let dir = v1();
     let path = dir.path().join("control.db");
-    let error = open(&path, BROKEN).unwrap_err();
+    let error = open(&path, of(BROKEN)).unwrap_err();
     assert!(error.to_string().contains("control.db: no such table: absent"), "{error}");
     let db = Connection::open(&path).unwrap();
     assert_eq!(pragma(&db, "user_version"), 1);
