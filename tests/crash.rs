@@ -131,6 +131,58 @@ fn a_killed_daemon_comes_back_with_its_tenants_and_its_ports_were_never_refused(
     daemon.stop();
 }
 
+/// Attaches to a request after an event, again and again until its gateway is back, and reads on to the end.
+fn attach(tenant: &Tenant, id: &str, cursor: &str) -> Vec<Event> {
+    let path = format!("/v1/requests/{id}/stream");
+    let mut events = None;
+    wait::until("the request can be attached to", Duration::from_mins(1), || {
+        let again = tenant.http.open("GET", &path, &[("last-event-id", cursor)], b"");
+        let found = again.status == 200;
+        events = found.then(|| again.events());
+        found
+    });
+    events.expect("attached").collect()
+}
+
+#[test]
+fn a_killed_daemons_requests_go_on_with_the_same_text_and_finished_ones_are_still_there() {
+    let mut daemon = Site::new(&smollm2_yaml()).start();
+    let acme = daemon.add_tenant("acme", "20%", "100%");
+    let undisturbed = whole_text(open(&acme, PROMPT, 96));
+
+    let finished = open(&acme, PROMPT, 8);
+    let finished_id = finished.header("pagedd-request-id").expect("pagedd-request-id").to_owned();
+    let finished_text = whole_text(finished);
+    let mut streams: Vec<Events> = (0..4).map(|_| open(&acme, PROMPT, 96)).collect();
+    let ids: Vec<String> = streams
+        .iter()
+        .map(|events| events.header("pagedd-request-id").expect("pagedd-request-id").to_owned())
+        .collect();
+    let mut read: Vec<Vec<Event>> = streams.iter_mut().map(|events| read_some(events, 5)).collect();
+    for _ in 0..2 {
+        let pid = daemon.status()["pid"].as_u64().expect("pid") as u32;
+        let old = kill_descendant(daemon.root(), pid);
+        wait::until("another daemon answers", Duration::from_mins(1), || {
+            !old.lives() && daemon.ctl(&["status"]).code == Some(0)
+        });
+        daemon.wait_ready();
+    }
+    assert_eq!(daemon.status()["durable"]["is"], "yes");
+    for ((id, read), events) in ids.iter().zip(&mut read).zip(streams) {
+        // What still lay in the socket has been received, too.
+        read.extend(events);
+        let cursor = read.iter().rev().find_map(|e| e.id.clone()).expect("events have ids");
+        let rest = attach(&acme, id, &cursor);
+        assert_eq!(rest.last().map(|e| e.data.as_str()), Some("[DONE]"), "{rest:#?}");
+        assert_eq!(text(read) + &text(&rest), undisturbed, "attached after {cursor}");
+    }
+    let again = attach(&acme, &finished_id, "0");
+    assert_eq!(text(&again), finished_text);
+    daemon.wait_idle();
+    assert_eq!(daemon.model()["blocks_held"], 0);
+    daemon.stop();
+}
+
 #[test]
 fn bug_35_an_open_stream_does_not_hold_up_the_end_of_the_daemon() {
     let daemon = Site::new(&smollm2_yaml()).start();

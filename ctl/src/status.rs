@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::show::{age, bytes, model_state, or_unknown, uptime};
 use crate::table::{Align::Left, Align::Right, Table, fields};
 use crate::tenant::list;
-use pagedd_control::{Command, ModelStatus, Reply, StatusInfo, Walls};
+use pagedd_control::{Command, Durable, ModelStatus, Reply, StatusInfo, Walls};
 
 /// The daemon, its models and its tenants.
 pub fn run(context: &Context) -> Result<String, Failure> {
@@ -21,7 +21,13 @@ fn render(status: &StatusInfo) -> String {
         ("config", status.config.clone().unwrap_or_else(|| "defaults".to_owned())),
         ("state", status.state_dir.clone()),
         ("supervisor", status.supervisor.as_str().to_owned()),
-        ("durable", if status.durable { "yes" } else { "no" }.to_owned()),
+        (
+            "durable",
+            match &status.durable {
+                Durable::Yes => "yes".to_owned(),
+                Durable::No { reason, records, .. } => format!("no: {reason}; {records} records not written"),
+            },
+        ),
         (
             "walls",
             match &status.walls {

@@ -278,7 +278,7 @@ fn status() -> StatusInfo {
         state_dir: "/var/lib/pagedd".to_owned(),
         config: None,
         walls: Walls::Reduced { reason: "no cgroup v2".to_owned() },
-        durable: false,
+        durable: Durable::No { reason: "no space left".to_owned(), since_unix: 1, records: 3 },
         supervisor: Supervisor::Keeper,
         models: vec![ModelStatus {
             name: "smollm2".to_owned(),
@@ -322,7 +322,7 @@ pagedd      0.1.0, pid 77, up 1d 2h
 config      defaults
 state       /var/lib/pagedd
 supervisor  keeper
-durable     no
+durable     no: no space left; 3 records not written
 walls       reduced: no cgroup v2
 
 MODEL    STATE  ARCHITECTURE  DEVICE  DTYPE  KV   KERNELS  THREADS   WEIGHTS  CONTEXT  WORKER  RESTARTS

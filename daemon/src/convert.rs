@@ -1,7 +1,10 @@
-//! Scheduler types ⇄ wire types. The two are kept apart so that a frame is never a live value.
+//! Scheduler types ⇄ wire types and saved types. They are kept apart so that neither a frame nor a saved record is ever a live value.
 
-use pagedd_core::{BlockId, PlanId, SequenceId, TokenId};
-use pagedd_sched::{Input, SequenceSnapshot, StepOutput, StepPlan};
+use pagedd_core::{BlockId, PlanId, RequestId, SequenceId, TokenId, Tokens};
+use pagedd_engine::StepRecord;
+use pagedd_journal as saved;
+use pagedd_sched::{Input, NewRequest, Restored, RestoredChoice, SequenceSnapshot, StepOutput, StepPlan};
+use pagedd_wire::gateway;
 use pagedd_wire::worker as wire;
 
 /// A plan as its frame.
@@ -73,4 +76,90 @@ pub fn output(output: wire::Output) -> StepOutput {
         failed: output.failed.into_iter().map(|(seq, reason)| (SequenceId(seq), reason)).collect(),
         compute_us: output.compute_us,
     }
+}
+
+/// The entries that a step puts to the ends of logs: all tokens, then the choices that ended, each before its request's end.
+pub fn entries(step: &StepRecord) -> Vec<(RequestId, saved::Entry)> {
+    let tokens = step
+        .tokens
+        .iter()
+        .map(|t| (t.request, saved::Entry::Token { choice: t.choice, token: t.token.0 }));
+    let finished = step.finished.iter().flat_map(|finished| {
+        let finish = saved::Entry::Finish { choice: finished.choice, reason: finished.reason.into() };
+        let end = finished.ended.map(|ended| saved::Entry::End { cached_tokens: ended.cached_tokens.0 });
+        std::iter::once(finish).chain(end).map(|entry| (finished.request, entry))
+    });
+    tokens.chain(finished).collect()
+}
+
+/// A saved entry as its frame has it.
+pub fn entry(entry: saved::Entry) -> gateway::Entry {
+    match entry {
+        saved::Entry::Token { choice, token } => gateway::Entry::Token { choice, token },
+        saved::Entry::Finish { choice, reason } => {
+            gateway::Entry::Finish { choice, reason: pagedd_core::FinishReason::from(reason).into() }
+        }
+        saved::Entry::End { cached_tokens } => gateway::Entry::End { cached_tokens },
+    }
+}
+
+/// An entry of a log as it is saved.
+pub fn saved_entry(entry: &gateway::Entry) -> saved::Entry {
+    match *entry {
+        gateway::Entry::Token { choice, token } => saved::Entry::Token { choice, token },
+        gateway::Entry::Finish { choice, reason } => saved::Entry::Finish {
+            choice,
+            reason: match reason {
+                gateway::Finish::Stop => saved::Finish::Stop,
+                gateway::Finish::Length => saved::Finish::Length,
+                gateway::Finish::Cancelled => saved::Finish::Cancelled,
+                gateway::Finish::Failed => saved::Finish::Failed,
+            },
+        },
+        gateway::Entry::End { cached_tokens } => saved::Entry::End { cached_tokens },
+    }
+}
+
+/// What happens when the client leaves, as it is saved.
+pub fn on_leave(on_leave: gateway::OnLeave) -> saved::OnLeave {
+    match on_leave {
+        gateway::OnLeave::Cancel => saved::OnLeave::Cancel,
+        gateway::OnLeave::RunOn => saved::OnLeave::RunOn,
+    }
+}
+
+/// A request as a scheduler takes it.
+pub fn new_request(admission: &saved::Admission) -> NewRequest {
+    let saved::Admission { request, tenant, saved, .. } = admission;
+    let tokens = |ids: &[u32]| ids.iter().copied().map(TokenId).collect();
+    NewRequest {
+        id: *request,
+        tenant: *tenant,
+        prompt: tokens(&saved.prompt),
+        n: saved.n,
+        max_tokens: Tokens(saved.max_tokens),
+        stop_ids: tokens(&saved.stop_ids),
+        sampling: saved.sampling.into(),
+    }
+}
+
+/// A kept request as a scheduler goes on with it.
+pub fn restored(kept: &saved::Kept) -> Restored {
+    let mut choices = vec![RestoredChoice::default(); kept.admission.saved.n as usize];
+    for entry in &kept.entries {
+        match *entry {
+            saved::Entry::Token { choice, token } => {
+                if let Some(choice) = choices.get_mut(choice as usize) {
+                    choice.emitted.push(TokenId(token));
+                }
+            }
+            saved::Entry::Finish { choice, reason } => {
+                if let Some(choice) = choices.get_mut(choice as usize) {
+                    choice.finished = Some(reason.into());
+                }
+            }
+            saved::Entry::End { .. } => {}
+        }
+    }
+    Restored { request: new_request(&kept.admission), choices, cached_tokens: None }
 }

@@ -7,20 +7,20 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_config::{Amount, FIRST_TENANT_PORT, Percent, TenantName as CheckedName};
 use pagedd_control::{
-    Command, ControlError, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed, KeyRevoke, MAX_LABEL,
+    Command, ControlError, Durable, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed, KeyRevoke, MAX_LABEL,
     MetricsText, Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges, TenantInfo,
     TenantListed, TenantRemove, TenantSet, TenantShown, TenantSpec, Walls,
 };
 use pagedd_core::{Blocks, ModelId};
 use pagedd_engine::Command as EngineCommand;
-use pagedd_journal::{ControlDb, DbError, KeyRow, NewKey, NewTenant, TenantUpdate};
-use tokio::sync::{mpsc, oneshot};
+use pagedd_journal::{ControlDb, DbError, Durability, Kept, KeyRow, NewKey, NewTenant, TenantUpdate};
+use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{info, warn};
 
 use crate::admin::Order;
 use crate::gateway::Going;
-use crate::hub::Message;
 use crate::model::Model;
+use crate::recorder::{self, Told};
 use crate::status;
 use crate::tenants::{ENGINE_ANSWER, ShareAmounts, Tenant, TenantShop, Unserved};
 use crate::worker::ModelState;
@@ -53,6 +53,12 @@ pub struct Daemon {
     pub shop: TenantShop,
     /// Tenants and keys on disk.
     pub db: Db,
+    /// The journal's thread.
+    pub recorder: mpsc::Sender<Told>,
+    /// Whether what was accepted survives the daemon.
+    pub durability: watch::Receiver<Durability>,
+    /// Live requests of an earlier daemon, in the order of their admission, until their models are ready.
+    pub restored: Vec<Kept>,
 }
 
 /// What the daemon's task is told.
@@ -168,7 +174,7 @@ impl Daemon {
             state_dir: self.facts.state_dir.display().to_string(),
             config: self.facts.config.as_ref().map(|path| path.display().to_string()),
             walls: self.facts.walls.clone(),
-            durable: false,
+            durable: durable(&self.durability.borrow()),
             supervisor: self.facts.supervisor,
             models: self.models.iter().map(|model| status::model(model)).collect(),
             tenants: self.infos(),
@@ -418,7 +424,7 @@ impl Daemon {
         if model.engine.send(command).is_err() || tokio::time::timeout(ENGINE_ANSWER, done).await.is_err() {
             warn!(tenant = name, "the engine did not say that a removed tenant's blocks are back");
         }
-        drop(self.shop.hub.send(Message::Forget(tenant_id)).await);
+        drop(self.recorder.send(Told::Forget(tenant_id)).await);
         Ok(Removed { id: id.0, name, cancelled: live })
     }
 
@@ -481,7 +487,9 @@ impl Daemon {
     }
 
     /// The pool has a size: floors and ceilings become blocks. A tenant whose floor no longer fits is not served, and says so.
-    async fn model_ready(&self, model: ModelId) {
+    ///
+    /// Then the model's requests of an earlier daemon go on.
+    async fn model_ready(&mut self, model: ModelId) {
         for tenant in self.tenants.values().filter(|tenant| tenant.model.id == model) {
             let misfit = tenant
                 .apply(tenant.share, tenant.record.prompt_lookup)
@@ -492,6 +500,22 @@ impl Daemon {
                 warn!(tenant = tenant.record.name, reason, "tenant is not served");
             }
             tenant.set_misfit(misfit);
+        }
+        let Some(model) = self.models.get(usize::from(model.0)) else { return };
+        let of_model = |kept: &mut Kept| kept.admission.saved.model == model.name;
+        let restored: Vec<Kept> = self.restored.extract_if(.., of_model).collect();
+        if !restored.is_empty() {
+            tokio::spawn(recorder::readmit(restored, model.engine.clone(), self.recorder.clone()));
+        }
+    }
+}
+
+/// As `pagedctl` shows it.
+fn durable(durability: &Durability) -> Durable {
+    match durability {
+        Durability::Durable => Durable::Yes,
+        Durability::Lost { since_unix, records, reason } => {
+            Durable::No { reason: reason.to_string(), since_unix: *since_unix, records: *records }
         }
     }
 }

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use pagedd_core::{RequestId, SamplingParams, TenantId, TokenId, Tokens};
+use pagedd_core::{RequestId, SamplingParams, TenantId};
 use pagedd_engine::{Command, InboxFull, Submission};
 use pagedd_host::{Identity, Pidfd};
-use pagedd_sched::NewRequest;
+use pagedd_journal::{Admission, SavedRequest};
 use pagedd_wire::gateway::{Answer, Closed, KeyEntry, Query, Refusal, Request, ToDaemon, ToGateway, Welcome};
 use pagedd_wire::worker::ModelInfo;
 use pagedd_wire::{FrameBuffer, FrameError, PROTOCOL, encode};
@@ -24,9 +24,11 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{error, info, warn};
 
 use crate::backoff::Backoff;
+use crate::convert;
 use crate::hub::{ConnectionId, Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
+use crate::recorder::unix;
 use crate::template::{Fork, ForkError, Forked};
 use crate::worker::ModelState;
 
@@ -334,29 +336,29 @@ impl GatewayTask {
             error!(error = %e, "no randomness for a request id");
             Refusal::Closed(Closed::Failed("no randomness for a request id".to_owned()))
         })?;
-        let prompt_tokens = prompt.len() as u32;
-        let tokens = |ids: Vec<u32>| ids.into_iter().map(TokenId).collect();
+        let saved = SavedRequest {
+            model: self.model.name.clone(),
+            key,
+            created_unix: unix(),
+            on_leave: convert::on_leave(on_leave),
+            prompt,
+            sampling: SamplingParams::from(sampling).into(),
+            n,
+            max_tokens,
+            stop_ids,
+            context,
+        };
+        let admission = Admission { request: id, tenant: self.tenant, idempotency: None, saved };
         let submission = Submission {
-            request: NewRequest {
-                id,
-                tenant: self.tenant,
-                prompt: tokens(prompt),
-                n,
-                max_tokens: Tokens(max_tokens),
-                stop_ids: tokens(stop_ids),
-                sampling: SamplingParams::from(sampling),
-            },
+            request: convert::new_request(&admission),
             ticket: Box::new(Ticket {
                 connection,
                 tenant: self.tenant,
                 model: self.model.id,
                 number: ticket,
-                prompt_tokens,
                 block_size: self.model.config.block_size.0,
-                n,
-                on_leave,
-                key,
-                context,
+                idempotency: admission.idempotency,
+                saved: admission.saved,
             }),
         };
         self.model.engine.send(Command::Submit(Box::new(submission))).map_err(|(InboxFull, _)| {

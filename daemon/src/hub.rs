@@ -1,21 +1,26 @@
 //! Delivery: the logs of requests, and who reads them.
 //!
-//! **Owns** every request's log of entries (the journal's in-memory form) and every gateway's attachments. **Never** blocks
+//! **Owns** the logs of requests in memory (every live one, and the last that ended) and every gateway's attachments. **Never** blocks
 //! an engine on a reader: what a gateway's outbox does not take now is sent from the attachment's cursor once it does.
 //!
-//! One task, one inbox. Records come from the engine threads in commit order; an entry is in its log before any gateway is
-//! sent it, and a gateway gets entries only through an attachment's cursor.
+//! One task, one inbox. Records come from the recorder, once they are durable, in commit order; an entry is in its log before any
+//! gateway is sent it, and a gateway gets entries only through an attachment's cursor. A log that is not in memory is looked up in the
+//! journal, one for each gateway at a time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use pagedd_core::{FinishReason, ModelId, RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, StepRecord};
+use pagedd_journal::{Admission, Durability, Idempotency, Kept, OnLeave, SavedRequest, Snapshot, SnapshotRequest};
 use pagedd_sched::AdmitError;
-use pagedd_wire::gateway::{Closed, Delivery, Entry, OnLeave, Refusal, ToGateway};
-use tokio::sync::{mpsc, oneshot};
+use pagedd_wire::gateway::{Closed, Delivery, Entry, Refusal, ToGateway};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 use tracing::{debug, warn};
+
+use crate::convert;
+use crate::recorder::{Lookup, unix};
 
 /// Messages that may wait for the hub. An engine that finds it full waits: its tokens would not be visible anyway.
 pub const INBOX: usize = 1024;
@@ -44,24 +49,27 @@ pub struct Ticket {
     pub model: ModelId,
     /// The gateway's number for its question.
     pub number: u64,
-    /// Prompt tokens.
-    pub prompt_tokens: u32,
     /// Tokens in a block of its model.
     pub block_size: u32,
-    /// Choices.
-    pub n: u32,
-    /// What happens when the client leaves.
-    pub on_leave: OnLeave,
-    /// The key that made it.
-    pub key: Option<u32>,
-    /// The gateway's own encoding.
-    pub context: Vec<u8>,
+    /// Under what it will be asked for again.
+    pub idempotency: Option<Idempotency>,
+    /// The whole request, for the journal.
+    pub saved: SavedRequest,
 }
 
 /// What the hub is told.
 pub enum Message {
-    /// The engine took a request.
-    Admitted(RequestId, Box<Ticket>),
+    /// The engine took a request, and that is durable.
+    Admitted {
+        /// Which, and what was asked.
+        admission: Box<Admission>,
+        /// The model that was asked.
+        model: ModelId,
+        /// Who asked, and waits for the answer.
+        connection: ConnectionId,
+        /// The gateway's number for its question.
+        number: u64,
+    },
     /// The engine did not take it.
     Refused(Box<Ticket>, AdmitError),
     /// A step's tokens and finishes.
@@ -89,6 +97,10 @@ pub enum Message {
     Stop(ConnectionId, RequestId, u32),
     /// The tenant was removed: its logs go.
     Forget(TenantId),
+    /// What the journal has of a request that was looked up.
+    Found(Lookup, Option<Box<Kept>>),
+    /// All that is live, and what ended while nothing could be written.
+    Snapshot(oneshot::Sender<Snapshot>),
     /// What was counted so far.
     Counters(oneshot::Sender<BTreeMap<TenantId, Counters>>),
 }
@@ -112,19 +124,19 @@ pub struct Counters {
 
 /// One request's log.
 struct Log {
-    tenant: TenantId,
-    model: ModelId,
-    key: Option<u32>,
-    context: Vec<u8>,
+    /// Whose, and what was asked. The prompt goes once the request has ended and is in the journal.
+    admission: Admission,
+    /// As it was when the prompt was there.
     prompt_tokens: u32,
-    n: u32,
-    on_leave: OnLeave,
-    created: u64,
+    model: ModelId,
+    /// Among all logs of this daemon, in the order of admission.
+    number: u64,
     entries: Vec<Entry>,
     reader: Reader,
     /// It is to be cancelled, and the engine's inbox had no room for that yet.
     cancel_waits: bool,
-    ended: bool,
+    /// When it ended, in seconds since 1970.
+    ended: Option<u64>,
 }
 
 /// Who reads a log.
@@ -137,8 +149,23 @@ enum Reader {
 }
 
 impl Log {
+    fn new(number: u64, model: ModelId, admission: Admission) -> Self {
+        Self {
+            prompt_tokens: admission.saved.prompt.len() as u32,
+            admission,
+            model,
+            number,
+            entries: Vec::new(),
+            reader: Reader::None { since: Instant::now() },
+            cancel_waits: false,
+            ended: None,
+        }
+    }
+
     fn bytes(&self) -> usize {
-        size_of::<Self>() + self.context.capacity() + self.entries.capacity() * size_of::<Entry>()
+        let SavedRequest { prompt, context, .. } = &self.admission.saved;
+        let prompt = prompt.capacity() * size_of::<u32>();
+        size_of::<Self>() + prompt + context.capacity() + self.entries.capacity() * size_of::<Entry>()
     }
 }
 
@@ -154,7 +181,18 @@ struct Connection {
     outbox: mpsc::Sender<ToGateway>,
     /// Attached requests with entries that were not sent.
     dirty: BTreeSet<RequestId>,
+    /// Requests to look up in the journal, with the first entries wanted. No more than an outbox has places.
+    unknown: VecDeque<(RequestId, u64)>,
+    /// One is being looked up.
+    looking: bool,
     _held: oneshot::Sender<()>,
+}
+
+impl Connection {
+    /// It waits for something that is tried again.
+    fn lags(&self) -> bool {
+        !self.dirty.is_empty() || (!self.unknown.is_empty() && !self.looking)
+    }
 }
 
 /// How long logs and orphans live.
@@ -170,7 +208,11 @@ pub struct Limits {
 pub struct Hub {
     limits: Limits,
     engines: Vec<EngineHandle<Box<Ticket>>>,
+    lookups: mpsc::Sender<Lookup>,
+    durability: watch::Receiver<Durability>,
     logs: HashMap<RequestId, Log>,
+    /// Logs so far.
+    number: u64,
     connections: HashMap<ConnectionId, Connection>,
     counters: BTreeMap<TenantId, Counters>,
     /// Ends of requests, for each tenant's drain rate.
@@ -181,17 +223,36 @@ pub struct Hub {
 
 impl Hub {
     /// A hub for these engines, indexed by [`ModelId`].
-    pub fn new(limits: Limits, engines: Vec<EngineHandle<Box<Ticket>>>) -> Self {
+    ///
+    /// `lookups` go to the journal and come back as [`Message::Found`].
+    pub fn new(
+        limits: Limits,
+        engines: Vec<EngineHandle<Box<Ticket>>>,
+        lookups: mpsc::Sender<Lookup>,
+        durability: watch::Receiver<Durability>,
+    ) -> Self {
         Self {
             limits,
             engines,
+            lookups,
+            durability,
             logs: HashMap::new(),
+            number: 0,
             connections: HashMap::new(),
             counters: BTreeMap::new(),
             ends: HashMap::new(),
             finished: BTreeMap::new(),
             finished_bytes: 0,
         }
+    }
+
+    /// Takes over a live request of an earlier daemon. Nobody reads it yet.
+    pub fn restore(&mut self, model: ModelId, kept: Kept) {
+        let request = kept.admission.request;
+        let mut log = Log::new(self.number, model, kept.admission);
+        log.entries = kept.entries.into_iter().map(convert::entry).collect();
+        self.number += 1;
+        self.logs.insert(request, log);
     }
 
     /// Runs until every sender is gone.
@@ -201,7 +262,7 @@ impl Hub {
         let mut batch = Vec::new();
         loop {
             // An idle daemon does not wake up: time changes nothing where there is no log and no reader lags.
-            let lagging = self.connections.values().any(|connection| !connection.dirty.is_empty());
+            let lagging = self.connections.values().any(Connection::lags);
             tokio::select! {
                 received = inbox.recv_many(&mut batch, 64) => {
                     if received == 0 {
@@ -220,12 +281,15 @@ impl Hub {
 
     fn handle(&mut self, message: Message) {
         match message {
-            Message::Admitted(request, ticket) => self.admitted(request, *ticket),
+            Message::Admitted { admission, model, connection, number } => {
+                self.admitted(*admission, model, connection, number);
+            }
             Message::Refused(ticket, error) => self.refused(&ticket, error),
             Message::Step(record) => self.record(record),
             Message::Up { tenant, connection, outbox, held } => {
-                let dirty = BTreeSet::new();
-                self.connections.insert(connection, Connection { tenant, outbox, dirty, _held: held });
+                let (dirty, unknown) = (BTreeSet::new(), VecDeque::new());
+                let up = Connection { tenant, outbox, dirty, unknown, looking: false, _held: held };
+                self.connections.insert(connection, up);
             }
             Message::Down(connection) => self.down(connection),
             Message::Attach(connection, request, from) => self.attach(connection, request, from),
@@ -245,11 +309,14 @@ impl Hub {
                 self.command(connection, request, Command::FinishChoice { request, choice, reason });
             }
             Message::Forget(tenant) => {
-                self.logs.retain(|_, log| log.tenant != tenant);
+                self.logs.retain(|_, log| log.admission.tenant != tenant);
                 self.finished_bytes -= self.finished.remove(&tenant).map_or(0, |logs| logs.bytes);
                 self.counters.remove(&tenant);
                 self.ends.remove(&tenant);
             }
+            Message::Found(lookup, kept) => self.found(lookup, kept),
+            // The recorder waits for it.
+            Message::Snapshot(answer) => drop(answer.send(self.snapshot())),
             // A scraper that went away does not want its answer.
             Message::Counters(answer) => drop(answer.send(self.counters.clone())),
         }
@@ -258,28 +325,15 @@ impl Hub {
     /// The log of a request, if this connection's tenant made it.
     fn read_by(&mut self, connection: ConnectionId, request: RequestId) -> Option<&mut Log> {
         let tenant = self.connections.get(&connection)?.tenant;
-        self.logs.get_mut(&request).filter(|log| log.tenant == tenant)
+        self.logs.get_mut(&request).filter(|log| log.admission.tenant == tenant)
     }
 
-    fn admitted(&mut self, request: RequestId, ticket: Ticket) {
-        self.counters.entry(ticket.tenant).or_default().admitted += 1;
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        let log = Log {
-            tenant: ticket.tenant,
-            model: ticket.model,
-            key: ticket.key,
-            context: ticket.context,
-            prompt_tokens: ticket.prompt_tokens,
-            n: ticket.n,
-            on_leave: ticket.on_leave,
-            created,
-            entries: Vec::new(),
-            reader: Reader::None { since: Instant::now() },
-            cancel_waits: false,
-            ended: false,
-        };
-        self.logs.insert(request, log);
-        self.send(ticket.connection, ToGateway::Accepted { ticket: ticket.number, request: request.0 });
+    fn admitted(&mut self, admission: Admission, model: ModelId, connection: ConnectionId, ticket: u64) {
+        self.counters.entry(admission.tenant).or_default().admitted += 1;
+        let request = admission.request;
+        self.logs.insert(request, Log::new(self.number, model, admission));
+        self.number += 1;
+        self.send(connection, ToGateway::Accepted { ticket, request: request.0 });
     }
 
     fn refused(&mut self, ticket: &Ticket, error: AdmitError) {
@@ -335,12 +389,12 @@ impl Hub {
                 counters.cached_tokens += u64::from(ended.cached_tokens.0);
                 log.entries.push(Entry::End { cached_tokens: ended.cached_tokens.0 });
                 log.entries.shrink_to_fit();
-                log.ended = true;
+                log.ended = Some(unix());
+                if *self.durability.borrow() == Durability::Durable {
+                    log.admission.saved.prompt = Vec::new();
+                }
                 let (bytes, now) = (log.bytes(), Instant::now());
-                let logs = self.finished.entry(finished.tenant).or_default();
-                logs.order.push_back((now, finished.request, bytes));
-                logs.bytes += bytes;
-                self.finished_bytes += bytes;
+                self.keep_finished(finished.tenant, finished.request, now, bytes);
                 let ends = self.ends.entry(finished.tenant).or_default();
                 if ends.len() == RATE_WINDOW {
                     ends.pop_front();
@@ -349,6 +403,14 @@ impl Hub {
             }
             self.mark(finished.request);
         }
+    }
+
+    /// Keeps a finished request's log for others to read, for as long as there is time and room.
+    fn keep_finished(&mut self, tenant: TenantId, request: RequestId, since: Instant, bytes: usize) {
+        let logs = self.finished.entry(tenant).or_default();
+        logs.order.push_back((since, request, bytes));
+        logs.bytes += bytes;
+        self.finished_bytes += bytes;
     }
 
     /// The request has entries for its reader.
@@ -361,22 +423,83 @@ impl Hub {
     }
 
     fn attach(&mut self, connection: ConnectionId, request: RequestId, from: u64) {
+        // A stranger's request that is in memory takes as long as one that is nowhere.
         let Some(log) = self.read_by(connection, request) else {
-            self.send(connection, ToGateway::NotFound { request: request.0 });
+            if let Some(asking) = self.connections.get_mut(&connection) {
+                if asking.unknown.len() < asking.outbox.max_capacity() {
+                    asking.unknown.push_back((request, from));
+                    look_up(&self.lookups, connection, asking);
+                } else {
+                    warn!(tenant = %asking.tenant, "a gateway has more questions open than it may; it is cut off");
+                    self.down(connection);
+                }
+            }
             return;
         };
         log.reader = Reader::Attached { connection, sent: from as usize };
+        let SavedRequest { key, context, created_unix, n, .. } = &log.admission.saved;
         let attached = ToGateway::Attached {
             request: request.0,
-            key: log.key,
-            context: log.context.clone(),
+            key: *key,
+            context: context.clone(),
             prompt_tokens: log.prompt_tokens,
-            created: log.created,
-            n: log.n,
+            created: *created_unix,
+            n: *n,
             entries: log.entries.len() as u64,
         };
         self.send(connection, attached);
         self.mark(request);
+    }
+
+    /// The journal's answer. What another tenant made is not there.
+    fn found(&mut self, Lookup { connection, request, from }: Lookup, kept: Option<Box<Kept>>) {
+        let Some(asking) = self.connections.get_mut(&connection) else { return };
+        asking.looking = false;
+        let tenant = asking.tenant;
+        let kept = kept.filter(|kept| kept.admission.tenant == tenant);
+        if let Some(Kept { admission, entries, finished_unix, .. }) = kept.map(|kept| *kept)
+            && !self.logs.contains_key(&request)
+        {
+            // Of a live request that is not in memory there is no engine: its model is not configured. Its reader waits.
+            let mut log = Log::new(self.number, ModelId(u16::MAX), admission);
+            self.number += 1;
+            if finished_unix.is_some() {
+                log.admission.saved.prompt = Vec::new();
+            }
+            log.entries = entries.into_iter().map(convert::entry).collect();
+            log.ended = finished_unix;
+            let bytes = log.bytes();
+            self.logs.insert(request, log);
+            if let Some(finished_unix) = finished_unix {
+                let age = Duration::from_secs(unix().saturating_sub(finished_unix));
+                let since = Instant::now().checked_sub(age).unwrap_or_else(Instant::now);
+                self.keep_finished(tenant, request, since, bytes);
+            }
+        }
+        if self.read_by(connection, request).is_some() {
+            self.attach(connection, request, from);
+        } else {
+            self.send(connection, ToGateway::NotFound { request: request.0 });
+        }
+        if let Some(asking) = self.connections.get_mut(&connection) {
+            look_up(&self.lookups, connection, asking);
+        }
+    }
+
+    /// What the journal lacks after a time in which nothing could be written: all that is live, and what has its prompt still.
+    fn snapshot(&self) -> Snapshot {
+        let mut logs: Vec<&Log> = self
+            .logs
+            .values()
+            .filter(|log| !log.admission.saved.prompt.is_empty())
+            .collect();
+        logs.sort_by_key(|log| log.number);
+        let requests = logs.into_iter().map(|log| SnapshotRequest {
+            admission: log.admission.clone(),
+            entries: log.entries.iter().map(convert::saved_entry).collect(),
+            finished_unix: log.ended,
+        });
+        Snapshot { requests: requests.collect() }
     }
 
     fn down(&mut self, connection: ConnectionId) {
@@ -392,7 +515,7 @@ impl Hub {
     /// Passes a gateway's wish on to the engine of its own request.
     fn command(&mut self, connection: ConnectionId, request: RequestId, command: Command<Box<Ticket>>) {
         let Some(log) = self.read_by(connection, request) else { return };
-        if log.ended {
+        if log.ended.is_some() {
             return;
         }
         let model = log.model;
@@ -425,6 +548,7 @@ impl Hub {
     /// Sends every reader what it lacks, as far as outboxes take it. Half of each is left to answers.
     fn flush(&mut self) {
         for (id, connection) in &mut self.connections {
+            look_up(&self.lookups, *id, connection);
             while !connection.dirty.is_empty()
                 && connection.outbox.capacity() > connection.outbox.max_capacity() / 2
             {
@@ -494,17 +618,28 @@ impl Hub {
         let orphans: Vec<(ModelId, RequestId)> = self
             .logs
             .iter()
-            .filter(|(_, log)| !log.ended)
+            .filter(|(_, log)| log.ended.is_none())
             .filter(|(_, log)| {
                 let unread =
                     matches!(log.reader, Reader::None { since } if now.duration_since(since) >= grace);
-                log.cancel_waits || (unread && log.on_leave == OnLeave::Cancel)
+                log.cancel_waits || (unread && log.admission.saved.on_leave == OnLeave::Cancel)
             })
             .map(|(request, log)| (log.model, *request))
             .collect();
         for (model, request) in orphans {
             self.tell_engine(model, request, Command::Cancel(request));
         }
+    }
+}
+
+/// Has the next unknown request of a gateway looked up, unless one is: a tenant that asks for many waits for itself.
+fn look_up(lookups: &mpsc::Sender<Lookup>, connection: ConnectionId, asking: &mut Connection) {
+    if let Some(&(request, from)) = asking.unknown.front()
+        && !asking.looking
+        && lookups.try_send(Lookup { connection, request, from }).is_ok()
+    {
+        asking.looking = true;
+        asking.unknown.pop_front();
     }
 }
 

@@ -1,6 +1,6 @@
 //! `pagedd`, the daemon: one host, many tenants.
 //!
-//! **Owns** listening ports, the admin socket, control.db, arenas' fds and every child process. **Never** computes, opens a
+//! **Owns** listening ports, the admin socket, control.db, journal.db, arenas' fds and every child process. **Never** computes, opens a
 //! model file, or sees a tenant's text.
 //!
 //! This file is the table of contents:
@@ -13,7 +13,8 @@
 //! | [`tenants`] | one tenant: port, share, keys, gateway |
 //! | [`gateway`] | a tenant's gateway process: forked, spoken to, replaced |
 //! | [`template`] | a model's template process, which forks gateways |
-//! | [`hub`] | delivery: request logs, attachments, cursors |
+//! | [`recorder`] | the journal's thread: durable, then visible |
+| [`hub`] | delivery: request logs, attachments, cursors |
 //! | [`model`] | one model: its engine's thread |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
 //! | [`metrics`], [`status`] | what operators see |
@@ -28,6 +29,7 @@ mod gateway;
 mod hub;
 mod metrics;
 mod model;
+mod recorder;
 mod settings;
 mod start;
 mod status;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use pagedd_core::{Blocks, FinishReason, TenantId};
 use pagedd_engine::EngineStats;
+use pagedd_journal::Durability;
 use pagedd_sched::TenantStats;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
@@ -16,7 +17,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::daemon::Facts;
 use crate::hub::{Counters, Message};
@@ -28,6 +29,7 @@ use crate::worker::ModelState;
 #[derive(Clone)]
 pub struct Exporter {
     hub: mpsc::Sender<Message>,
+    durability: watch::Receiver<Durability>,
 }
 
 type Labels = Vec<(&'static str, String)>;
@@ -107,8 +109,8 @@ impl View {
 
 impl Exporter {
     /// An exporter that asks this hub for counters.
-    pub fn new(hub: mpsc::Sender<Message>) -> Self {
-        Self { hub }
+    pub fn new(hub: mpsc::Sender<Message>, durability: watch::Receiver<Durability>) -> Self {
+        Self { hub, durability }
     }
 
     async fn counters(&self) -> BTreeMap<TenantId, Counters> {
@@ -154,7 +156,13 @@ impl Exporter {
             &none,
             facts.start.elapsed().as_secs_f64(),
         );
-        families.gauge("pagedd_durable", "Whether accepted requests survive the daemon.", &none, 0);
+        let (durable, lost) = match *self.durability.borrow() {
+            Durability::Durable => (1, 0),
+            Durability::Lost { records, .. } => (0, records),
+        };
+        families.gauge("pagedd_durable", "Whether accepted requests survive the daemon.", &none, durable);
+        let help = "Records that the journal did not take since it last could be written.";
+        families.gauge("pagedd_journal_lost_records", help, &none, lost as f64);
         let full = matches!(facts.walls, pagedd_control::Walls::Full);
         families.gauge(
             "pagedd_walls_full",

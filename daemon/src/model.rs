@@ -20,7 +20,8 @@ use pagedd_wire::worker::{MOST_DRAFTS, ModelInfo};
 use tokio::sync::{mpsc, watch};
 use tracing::{error, info};
 
-use crate::hub::{Message, Ticket};
+use crate::hub::Ticket;
+use crate::recorder::Told;
 use crate::settings;
 use crate::template::{TemplateHandle, TemplateSpec};
 use crate::worker::{Environment, ModelState, WorkerProcess, WorkerSpec};
@@ -71,7 +72,7 @@ pub fn start(
     id: ModelId,
     config: &Settings,
     around: &Surroundings,
-    hub: mpsc::Sender<Message>,
+    recorder: mpsc::Sender<Told>,
 ) -> io::Result<(Arc<Model>, thread::JoinHandle<()>)> {
     let name = config.name.to_string();
     let (engine, commands) = inbox(INBOX);
@@ -109,7 +110,7 @@ pub fn start(
     });
     let (config, cache_key) = (config.clone(), around.cache_key);
     let thread = thread::Builder::new().name(format!("engine-{name}")).spawn(move || {
-        run(worker, &config, cache_key, commands, HubJournal { hub }, StatsObserver(stats_sender), start);
+        run(worker, &config, cache_key, commands, RecorderJournal { recorder }, StatsObserver(stats_sender), start);
     })?;
     Ok((model, thread))
 }
@@ -120,7 +121,7 @@ fn run(
     config: &Settings,
     cache_key: [u8; 32],
     commands: Inbox<Box<Ticket>>,
-    journal: HubJournal,
+    journal: RecorderJournal,
     observer: StatsObserver,
     start: Instant,
 ) {
@@ -170,31 +171,31 @@ impl Model {
     }
 }
 
-/// The journal's in-memory form (`durable: no`): records become visible in commit order, and last as long as the daemon.
-struct HubJournal {
-    hub: mpsc::Sender<Message>,
+/// An engine's way into the journal.
+struct RecorderJournal {
+    recorder: mpsc::Sender<Told>,
 }
 
-impl HubJournal {
-    fn tell(&self, message: Message) {
-        // The hub ends only with the daemon.
-        drop(self.hub.blocking_send(message));
+impl RecorderJournal {
+    fn tell(&self, told: Told) {
+        // The recorder ends only with the daemon.
+        drop(self.recorder.blocking_send(told));
     }
 }
 
-impl Journal for HubJournal {
+impl Journal for RecorderJournal {
     type Ticket = Box<Ticket>;
 
     fn admitted(&mut self, request: RequestId, ticket: Box<Ticket>) {
-        self.tell(Message::Admitted(request, ticket));
+        self.tell(Told::Admitted(request, ticket));
     }
 
     fn refused(&mut self, ticket: Box<Ticket>, error: AdmitError) {
-        self.tell(Message::Refused(ticket, error));
+        self.tell(Told::Refused(ticket, error));
     }
 
     fn commit(&mut self, record: StepRecord) {
-        self.tell(Message::Step(record));
+        self.tell(Told::Step(record));
     }
 }
 

@@ -16,7 +16,7 @@ use std::{fmt, fs};
 
 use anyhow::Context;
 use clap::Parser;
-use pagedd_config::{ComputeDtype, Config, ConfigError, KvDtype, LogFormat, Overrides};
+use pagedd_config::{ComputeDtype, Config, ConfigError, Fsync, KvDtype, LogFormat, Overrides};
 use pagedd_control::{Supervisor, Walls};
 use pagedd_core::ModelId;
 use pagedd_engine::Command as EngineCommand;
@@ -25,7 +25,7 @@ use pagedd_host::identity::Identities;
 use pagedd_host::lock::StateLock;
 use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
-use pagedd_journal::{ControlDb, DbError};
+use pagedd_journal::{ControlDb, DbError, JournalDb, Retention};
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
@@ -39,10 +39,15 @@ use crate::gateway::GatewayLimits;
 use crate::hub::{self, Hub};
 use crate::metrics::Exporter;
 use crate::model::{self, Model, Surroundings};
+use crate::recorder::{self, Told};
 use crate::tenants::{ShareAmounts, TenantShop, Unserved};
 
 /// Longest wait for running requests once the daemon is told to end.
 const DRAIN: Duration = Duration::from_secs(10);
+/// What `fsync: interval` means: the loss of power costs at most so much.
+const SYNC_EVERY: Duration = Duration::from_secs(1);
+/// What finished requests may take on disk. Beyond it the oldest of the tenant that has most go before their time.
+const JOURNAL_BYTES: u64 = 1 << 30;
 /// Longest wait for engines and gateways to end.
 const END: Duration = Duration::from_secs(10);
 
@@ -53,7 +58,7 @@ Exit codes:
   2   wrong usage
   69  a tenant's port is in use
   71  the host refused something: a socket, a process
-  73  the state directory or control.db cannot be used, or another pagedd uses it
+  73  the state directory, control.db or journal.db cannot be used, or another pagedd uses it
   78  the configuration is wrong; nothing was started";
 
 /// Serves large language models to many tenants, each on its own port.
@@ -155,13 +160,19 @@ fn run(config: Config) -> Result<(), Failure> {
     make_state_dir(&config.state_dir)?;
     let lock = StateLock::acquire(&config.state_dir).map_err(|e| Failure::new(exit::STATE_DIR, e))?;
     let db = ControlDb::open(&config.state_dir).map_err(|e| state_failure(&e))?;
+    let fsync = match config.fsync {
+        Fsync::Interval => pagedd_journal::Fsync::Interval(SYNC_EVERY),
+        Fsync::Every => pagedd_journal::Fsync::Every,
+        Fsync::Never => pagedd_journal::Fsync::Never,
+    };
+    let journal = JournalDb::open(&config.state_dir, fsync).map_err(|e| state_failure(&e))?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(16)
         .thread_name("pagedd-io")
         .build()
         .context("runtime")?;
-    let result = runtime.block_on(serve(config, db, store, start));
+    let result = runtime.block_on(serve(config, db, journal, store, start));
     // Engines that did not end in time are not waited for: their workers end with our sockets.
     runtime.shutdown_background();
     drop(lock);
@@ -207,7 +218,13 @@ fn programs() -> anyhow::Result<PathBuf> {
     Ok(dir)
 }
 
-async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instant) -> Result<(), Failure> {
+async fn serve(
+    config: Config,
+    db: ControlDb,
+    mut journal: JournalDb,
+    store: Arc<FdStore>,
+    start: Instant,
+) -> Result<(), Failure> {
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
     let lifeline = keeper::lifeline();
@@ -219,7 +236,14 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
         pagedd_host::walls::Walls::Reduced(reason) => Walls::Reduced { reason: reason.to_string() },
     };
     let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
-    let exporter = Exporter::new(hub_sender.clone());
+    let restored = recorder::live(&mut journal).map_err(|e| state_failure(&e))?;
+    let retention = Retention {
+        seconds: config.retention.as_secs(),
+        per_tenant: BTreeMap::new(),
+        max_bytes: JOURNAL_BYTES,
+    };
+    let recorder = recorder::start(journal, retention, hub_sender.clone()).context("the journal's thread")?;
+    let exporter = Exporter::new(hub_sender.clone(), recorder.durability.clone());
     let identities = (pagedd_host::peer::own_uid() == 0)
         .then(|| Identities::new(config.tenant_uids.first..=config.tenant_uids.last).map(Mutex::new))
         .transpose()
@@ -264,13 +288,20 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
     let mut models: Vec<Arc<Model>> = Vec::new();
     let mut threads = Vec::new();
     for (i, settings) in config.models.iter().enumerate() {
-        let (model, thread) = model::start(ModelId(i as u16), settings, &around, hub_sender.clone())
+        let (model, thread) = model::start(ModelId(i as u16), settings, &around, recorder.inbox.clone())
             .with_context(|| format!("model `{}`", settings.name.as_str()))?;
         models.push(model);
         threads.push(thread);
     }
     let limits = hub::Limits { retention: config.retention, reattach_grace: config.reattach_grace };
-    tokio::spawn(Hub::new(limits, models.iter().map(|model| model.engine.clone()).collect()).run(hub_inbox));
+    let engines = models.iter().map(|model| model.engine.clone()).collect();
+    let mut hub = Hub::new(limits, engines, recorder.lookups.clone(), recorder.durability.clone());
+    for kept in &restored {
+        if let Some(model) = models.iter().find(|model| model.name == kept.admission.saved.model) {
+            hub.restore(model.id, kept.clone());
+        }
+    }
+    tokio::spawn(hub.run(hub_inbox));
 
     let mut tenants = BTreeMap::new();
     for record in records {
@@ -308,7 +339,17 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
     for model in &models {
         tokio::spawn(watch_model(model.clone(), events.clone()));
     }
-    let daemon = Daemon { facts, models: models.clone(), tenants, unserved, shop, db: Db::new(db) };
+    let daemon = Daemon {
+        facts,
+        models: models.clone(),
+        tenants,
+        unserved,
+        shop,
+        db: Db::new(db),
+        recorder: recorder.inbox.clone(),
+        durability: recorder.durability.clone(),
+        restored,
+    };
     tokio::spawn(daemon.run(inbox));
     let admin = tokio::spawn(socket.run(events.clone()));
     notify::ready().context("telling the supervisor")?;
@@ -324,6 +365,8 @@ async fn serve(config: Config, db: ControlDb, store: Arc<FdStore>, start: Instan
         warn!(%error, "the supervisor does not know that this is the end");
     }
     end(&events, &models, threads).await;
+    let (synced, answer) = oneshot::channel();
+    tell_recorder(&recorder.inbox, Told::Sync(synced), answer).await;
     admin.abort();
     info!("pagedd ended");
     Ok(())
@@ -385,6 +428,17 @@ async fn end(events: &mpsc::Sender<Event>, models: &[Arc<Model>], threads: Vec<J
     });
     if tokio::time::timeout(END, joined).await.is_err() {
         warn!("engines did not end in time");
+    }
+}
+
+/// Waits until the journal is on disk, within a bound: what is lost otherwise is a second at most, and that only with the power.
+async fn tell_recorder(recorder: &mpsc::Sender<Told>, told: Told, answer: oneshot::Receiver<()>) {
+    let synced = async {
+        recorder.send(told).await.ok()?;
+        answer.await.ok()
+    };
+    if !matches!(tokio::time::timeout(END, synced).await, Ok(Some(()))) {
+        warn!("the journal was not synced in time");
     }
 }
 

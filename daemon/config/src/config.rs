@@ -4,8 +4,8 @@ use crate::leaf::{Auto, Maybe};
 use crate::locate::{check_keys, describe, place_of};
 use crate::raw::{RawConfig, RawGateway, RawLog, RawModel};
 use crate::{
-    Amount, ComputeDtype, ConfigError, DEFAULT_STATE_DIR, Device, KvDtype, LogFormat, LogLevel, ModelName,
-    Policy, Size, Span, shown,
+    Amount, ComputeDtype, ConfigError, DEFAULT_STATE_DIR, Device, Fsync, KvDtype, LogFormat, LogLevel,
+    ModelName, Policy, Size, Span, shown,
 };
 use pagedd_core::{Bytes, Tokens};
 use std::fs::File;
@@ -38,6 +38,8 @@ pub struct Config {
     pub gateway: Gateway,
     /// User ids for the tenants' gateways, used when started as root.
     pub tenant_uids: UidRange,
+    /// When the journal is on disk.
+    pub fsync: Fsync,
     /// How long a finished request can be attached to.
     pub retention: Duration,
     /// How long a request runs on that nobody is attached to.
@@ -235,6 +237,7 @@ impl Source<'_> {
             log,
             gateway,
             tenant_uids,
+            fsync,
             retention,
             reattach_grace,
             models,
@@ -270,6 +273,7 @@ impl Source<'_> {
                 first: range.first,
                 last: range.last,
             }),
+            fsync: fsync.unwrap_or(Fsync::Interval),
             retention: self.span(&["retention"], retention, DEFAULT_RETENTION, Duration::ZERO, 30 * DAY)?,
             reattach_grace: self.span(
                 &["reattach_grace"],

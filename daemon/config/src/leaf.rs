@@ -52,6 +52,7 @@ scalars!(
     KvDtype,
     LogLevel,
     LogFormat,
+    Fsync,
     Policy,
     PathText,
     Address,
@@ -149,6 +150,17 @@ words!(
         Text = "text",
         /// One JSON object for each event.
         Json = "json",
+    }
+);
+words!(
+    /// When the journal is on disk.
+    Fsync {
+        /// A second after a step at most: only the loss of power can lose it before.
+        Interval = "interval",
+        /// Before a step's tokens are seen.
+        Every = "every",
+        /// When the kernel likes.
+        Never = "never",
     }
 );
 words!(

@@ -19,7 +19,7 @@ mod span;
 pub use amount::{Amount, AmountError, Percent};
 pub use config::{Config, Gateway, KvMemory, Log, Model, Overrides, UidRange};
 pub use error::ConfigError;
-pub use leaf::{ComputeDtype, Device, KvDtype, LogFormat, LogLevel, Policy};
+pub use leaf::{ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, Policy};
 pub use name::{ModelName, NameError, TenantName};
 pub use size::{Size, SizeError};
 pub use span::{Span, SpanError};

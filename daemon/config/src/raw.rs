@@ -1,7 +1,9 @@
 //! What stands in the file: every key, each optional.
 
 use crate::leaf::{Address, Auto, BlockSize, Flag, Maybe, PathText, Ranged, UidText};
-use crate::{Amount, ComputeDtype, Device, KvDtype, LogFormat, LogLevel, ModelName, Policy, Size, Span};
+use crate::{
+    Amount, ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, ModelName, Policy, Size, Span,
+};
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use std::fmt;
@@ -29,6 +31,7 @@ section!(
         log: RawLog,
         gateway: RawGateway,
         tenant_uids: UidText,
+        fsync: Fsync,
         retention: Span,
         reattach_grace: Span,
         models: RawModels,

@@ -276,13 +276,30 @@ pub struct StatusInfo {
     /// Whether limits between tenants are enforced by the kernel.
     pub walls: Walls,
     /// Whether accepted requests survive the daemon.
-    pub durable: bool,
+    pub durable: Durable,
     /// Who starts it again and keeps its fds.
     pub supervisor: Supervisor,
     /// Every configured model.
     pub models: Vec<ModelStatus>,
     /// Every tenant, by name.
     pub tenants: Vec<TenantInfo>,
+}
+
+/// Whether accepted requests survive the daemon.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum Durable {
+    /// They do.
+    Yes,
+    /// The journal cannot be written: what is computed meanwhile is lost if the daemon dies.
+    No {
+        /// Why.
+        reason: String,
+        /// Since when, in seconds since 1970.
+        since_unix: u64,
+        /// Records that were not written since.
+        records: u64,
+    },
 }
 
 /// Whether limits between tenants are enforced by the kernel.

@@ -105,7 +105,7 @@ fn status() -> StatusInfo {
         state_dir: "/s".to_owned(),
         config: None,
         walls: Walls::Reduced { reason: "no cgroup v2".to_owned() },
-        durable: false,
+        durable: Durable::Yes,
         supervisor: Supervisor::Keeper,
         models: vec![ModelStatus {
             name: "m".to_owned(),
@@ -172,7 +172,7 @@ fn replies() -> Vec<(Reply, String)> {
             Reply::Status(status()),
             concat!(
                 r#"{"reply":"status","version":"0.1.0","pid":1,"uptime_s":60,"state_dir":"/s","config":null,"#,
-                r#""walls":{"is":"reduced","reason":"no cgroup v2"},"durable":false,"supervisor":"keeper","#,
+                r#""walls":{"is":"reduced","reason":"no cgroup v2"},"durable":{"is":"yes"},"supervisor":"keeper","#,
                 r#""models":[{"name":"m","path":"/m.gguf","state":{"is":"loading","permille":500},"#,
                 r#""architecture":"llama","parameters":null,"device":"cpu","dtype":null,"kv_dtype":null,"#,
                 r#""kernels":null,"threads":2,"weight_bytes":null,"kv_bytes":null,"block_size":16,"#,

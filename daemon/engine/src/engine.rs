@@ -234,7 +234,10 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                     Err(error) => self.journal.refused(submission.ticket, error),
                 }
             }
-            Command::Restore(restored) => self.restore(*restored),
+            Command::Restore { restored, reply } => {
+                self.restore(*restored);
+                reply(());
+            }
             Command::Cancel(request) => {
                 let mut finished = self.scheduler.cancel(request);
                 finished.extend(self.held.cancel(request));

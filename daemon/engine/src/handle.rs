@@ -22,7 +22,12 @@ pub enum Command<T> {
     Submit(Box<Submission<T>>),
     /// Go on with a request that an earlier engine had admitted: those are sent in the order of their admission, before any is
     /// submitted. Where its tenant has no share yet it waits for it. The journal is told only what ends.
-    Restore(Box<Restored>),
+    Restore {
+        /// What was admitted, and what it has emitted.
+        restored: Box<Restored>,
+        /// Told once it is in the scheduler, waits for its tenant's share, or has ended.
+        reply: Reply<()>,
+    },
     /// Its client left, or an operator ended it.
     Cancel(RequestId),
     /// End one choice, because its text is complete.

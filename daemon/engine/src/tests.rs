@@ -290,11 +290,14 @@ fn tell(commands: Vec<Command<&'static str>>, open: usize) -> Vec<String> {
 /// A request of 4 tokens that is to have `max_tokens` and has `emitted`.
 fn restored(max_tokens: u32, emitted: &[u32]) -> Command<&'static str> {
     let emitted = emitted.iter().copied().map(TokenId).collect();
-    Command::Restore(Box::new(Restored {
-        request: request(4, max_tokens),
-        choices: vec![RestoredChoice { emitted, finished: None }],
-        cached_tokens: None,
-    }))
+    Command::Restore {
+        reply: Box::new(|()| ()),
+        restored: Box::new(Restored {
+            request: request(4, max_tokens),
+            choices: vec![RestoredChoice { emitted, finished: None }],
+            cached_tokens: None,
+        }),
+    }
 }
 
 fn share_of(blocks: u32) -> Command<&'static str> {
@@ -330,11 +333,14 @@ fn a_restored_request_without_a_share_can_be_cancelled_and_its_choices_finished(
 
 #[test]
 fn a_restored_request_that_cannot_go_on_fails_and_one_that_is_here_already_is_left_alone() {
-    let long = Command::Restore(Box::new(Restored {
-        request: NewRequest { n: 2, ..request(100, 1) },
-        choices: Vec::new(),
-        cached_tokens: None,
-    }));
+    let long = Command::Restore {
+        reply: Box::new(|()| ()),
+        restored: Box::new(Restored {
+            request: NewRequest { n: 2, ..request(100, 1) },
+            choices: Vec::new(),
+            cached_tokens: None,
+        }),
+    };
     assert_eq!(tell(vec![share_of(8), long], 2), ["finished failed", "finished failed"]);
     let events = tell(vec![share_of(8), restored(2, &[]), restored(2, &[])], 1);
     assert_eq!(events, ["submit 1", "token 4", "submit 2", "token 5", "finished length"]);

@@ -182,6 +182,22 @@ impl JournalDb {
         Ok(())
     }
 
+    /// Forgets how often these requests were replayed: it went well.
+    ///
+    /// # Errors
+    /// As for [`append`](Self::append). Nothing has changed.
+    pub fn clear_replays(&mut self, requests: &[RequestId]) -> Result<(), DbError> {
+        let at = self.usual();
+        self.transact(at, |change| {
+            for request in requests {
+                change.execute("UPDATE requests SET replays = 0 WHERE id = ?1", [request.0])?;
+            }
+            Ok(())
+        })?;
+        self.committed(at);
+        Ok(())
+    }
+
     /// Ends a live request without computing it: choices that have not finished fail. Returns the entries that this puts to the
     /// end of its log, on disk; none where it is not kept or has ended.
     ///

@@ -41,6 +41,15 @@ struct Candidate {
 }
 
 impl JournalDb {
+    /// Whether any request is kept that has ended.
+    ///
+    /// # Errors
+    /// Where the file cannot be read.
+    pub fn keeps_ended(&self) -> Result<bool, DbError> {
+        let query = "SELECT EXISTS (SELECT 1 FROM requests WHERE finished_unix IS NOT NULL)";
+        Ok(rows(&self.db, &self.path, query, [], |row| row.get(0))?.pop().unwrap_or(false))
+    }
+
     /// Deletes what ended longer ago than it is kept, and what is too much; a bounded number at once.
     ///
     /// # Errors

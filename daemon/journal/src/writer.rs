@@ -49,13 +49,16 @@ pub enum Durability {
 }
 
 /// Why records are lost.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum LossReason {
     /// Room must be made.
+    #[error("no space left on the file system of journal.db")]
     DiskFull,
     /// Another process holds the file.
+    #[error("journal.db is locked by another process")]
     Locked,
     /// Something else, in one line.
+    #[error("{0}")]
     Failed(String),
 }
 

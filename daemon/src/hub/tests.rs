@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use pagedd_core::{TokenId, Tokens};
+use pagedd_core::{SamplingParams, TokenId, Tokens};
 use pagedd_engine::{Inbox, inbox};
+use pagedd_journal::LossReason;
 use pagedd_sched::{Emitted, Ended, Finished};
 use pagedd_wire::gateway::Finish;
 
@@ -16,27 +17,49 @@ const REQUEST: RequestId = RequestId([7; 16]);
 struct Bench {
     hub: Hub,
     engine: Inbox<Box<Ticket>>,
+    lookups: mpsc::Receiver<Lookup>,
+    durability: watch::Sender<Durability>,
 }
 
 fn bench() -> Bench {
     let (handle, engine) = inbox(16);
     let limits = Limits { retention: Duration::from_mins(10), reattach_grace: Duration::from_mins(1) };
-    Bench { hub: Hub::new(limits, vec![handle]), engine }
+    let (asked, lookups) = mpsc::channel(4);
+    let durability = watch::Sender::new(Durability::Durable);
+    Bench { hub: Hub::new(limits, vec![handle], asked, durability.subscribe()), engine, lookups, durability }
 }
 
-fn ticket(connection: u64) -> Ticket {
-    Ticket {
-        connection: ConnectionId(connection),
-        tenant: TENANT,
-        model: ModelId(0),
-        number: 5,
-        prompt_tokens: 3,
-        block_size: 16,
-        n: 1,
-        on_leave: OnLeave::Cancel,
+/// A request of 3 prompt tokens.
+fn admission(tenant: TenantId, request: RequestId) -> Admission {
+    let saved = SavedRequest {
+        model: "m".to_owned(),
         key: Some(9),
+        created_unix: 1,
+        on_leave: OnLeave::Cancel,
+        prompt: vec![1, 2, 3],
+        sampling: SamplingParams::GREEDY.into(),
+        n: 1,
+        max_tokens: 10,
+        stop_ids: Vec::new(),
         context: vec![1, 2],
-    }
+    };
+    Admission { request, tenant, idempotency: None, saved }
+}
+
+/// That of [`TENANT`], admitted.
+fn admitted(connection: u64) -> Message {
+    admitted_as(connection, admission(TENANT, REQUEST))
+}
+
+fn admitted_as(connection: u64, admission: Admission) -> Message {
+    let connection = ConnectionId(connection);
+    Message::Admitted { admission: Box::new(admission), model: ModelId(0), connection, number: 5 }
+}
+
+fn resumable(request: RequestId) -> Admission {
+    let mut admission = admission(TENANT, request);
+    admission.saved.on_leave = OnLeave::RunOn;
+    admission
 }
 
 impl Bench {
@@ -45,6 +68,15 @@ impl Bench {
         let (held, _) = oneshot::channel();
         self.hub.handle(Message::Up { tenant, connection: ConnectionId(connection), outbox, held });
         frames
+    }
+
+    /// Answers every lookup: the journal has these.
+    fn journal(&mut self, kept: &[Kept]) {
+        while let Ok(lookup) = self.lookups.try_recv() {
+            let found = kept.iter().find(|kept| kept.admission.request == lookup.request);
+            self.hub.handle(Message::Found(lookup, found.cloned().map(Box::new)));
+            self.hub.flush();
+        }
     }
 
     fn tokens(&mut self, tokens: impl IntoIterator<Item = u32>) {
@@ -59,7 +91,7 @@ impl Bench {
                 top: Vec::new(),
             })
             .collect();
-        self.hub.handle(Message::Step(StepRecord { tokens, finished: Vec::new() }));
+        self.hub.handle(Message::Step(StepRecord { tokens, ..StepRecord::default() }));
         self.hub.flush();
     }
 
@@ -72,7 +104,7 @@ impl Bench {
             reason: FinishReason::Length,
             ended: Some(ended),
         };
-        self.hub.handle(Message::Step(StepRecord { tokens: Vec::new(), finished: vec![finished] }));
+        self.hub.handle(Message::Step(StepRecord { finished: vec![finished], ..StepRecord::default() }));
         self.hub.flush();
     }
 
@@ -112,7 +144,7 @@ fn token(token: u32) -> Entry {
 fn tokens_reach_a_gateway_only_after_it_attached_and_from_its_cursor_on() {
     let mut bench = bench();
     let mut frames = bench.up(TENANT, 1, 100);
-    bench.hub.handle(Message::Admitted(REQUEST, Box::new(ticket(1))));
+    bench.hub.handle(admitted(1));
     bench.tokens([10, 11, 12]);
     assert_eq!(frames.try_recv(), Ok(ToGateway::Accepted { ticket: 5, request: REQUEST.0 }));
     assert!(frames.try_recv().is_err(), "nothing before it attaches");
@@ -136,7 +168,7 @@ fn tokens_reach_a_gateway_only_after_it_attached_and_from_its_cursor_on() {
 fn a_full_outbox_loses_nothing_and_holds_up_nobody() {
     let mut bench = bench();
     let mut frames = bench.up(TENANT, 1, 2);
-    bench.hub.handle(Message::Admitted(REQUEST, Box::new(ticket(1))));
+    bench.hub.handle(admitted(1));
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
     for token in 0..1000 {
         bench.tokens([token]);
@@ -155,7 +187,7 @@ fn a_full_outbox_loses_nothing_and_holds_up_nobody() {
 fn a_gateway_that_died_reads_on_from_any_cursor_on_its_next_connection() {
     let mut bench = bench();
     let mut first = bench.up(TENANT, 1, 100);
-    bench.hub.handle(Message::Admitted(REQUEST, Box::new(ticket(1))));
+    bench.hub.handle(admitted(1));
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
     bench.tokens([1, 2]);
     assert_eq!(entries(&mut first, 0), [token(1), token(2)]);
@@ -173,8 +205,10 @@ fn a_tenant_can_neither_read_nor_cancel_anothers_request() {
     let mut bench = bench();
     let _own = bench.up(TENANT, 1, 100);
     let mut foreign = bench.up(STRANGER, 2, 100);
-    bench.hub.handle(Message::Admitted(REQUEST, Box::new(ticket(1))));
+    bench.hub.handle(admitted(1));
     bench.hub.handle(Message::Attach(ConnectionId(2), REQUEST, 0));
+    let kept = Kept { admission: admission(TENANT, REQUEST), entries: Vec::new(), finished_unix: None, replays: 0 };
+    bench.journal(&[kept]);
     assert_eq!(foreign.try_recv(), Ok(ToGateway::NotFound { request: REQUEST.0 }));
     bench.hub.handle(Message::Cancel(ConnectionId(2), REQUEST));
     bench.hub.handle(Message::Stop(ConnectionId(2), REQUEST, 0));
@@ -187,7 +221,7 @@ fn a_tenant_can_neither_read_nor_cancel_anothers_request() {
 fn a_cancel_that_finds_the_inbox_full_is_sent_again_and_a_stop_takes_nobodys_reader() {
     let mut bench = bench();
     let mut frames = bench.up(TENANT, 1, 100);
-    bench.hub.handle(Message::Admitted(REQUEST, Box::new(Ticket { on_leave: OnLeave::RunOn, ..ticket(1) })));
+    bench.hub.handle(admitted_as(1, resumable(REQUEST)));
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
     let fill = |bench: &mut Bench| {
         for _ in 0..16 {
@@ -217,7 +251,7 @@ fn a_gateway_that_does_not_read_keeps_room_for_answers_and_is_cut_off_without() 
     let (outbox, mut frames) = mpsc::channel(8);
     let (held, mut cut) = oneshot::channel();
     bench.hub.handle(Message::Up { tenant: TENANT, connection: ConnectionId(1), outbox, held });
-    bench.hub.handle(Message::Admitted(REQUEST, Box::new(ticket(1))));
+    bench.hub.handle(admitted(1));
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
     for token in 0..100 {
         bench.tokens([token]);
@@ -226,6 +260,7 @@ fn a_gateway_that_does_not_read_keeps_room_for_answers_and_is_cut_off_without() 
     for i in 0..5_u8 {
         assert_eq!(cut.try_recv(), Err(oneshot::error::TryRecvError::Empty), "{i} answers");
         bench.hub.handle(Message::Attach(ConnectionId(1), RequestId([i; 16]), 0));
+        bench.journal(&[]);
     }
     assert_eq!(cut.try_recv(), Err(oneshot::error::TryRecvError::Closed));
     assert!(frames.try_recv().is_ok());
@@ -235,11 +270,8 @@ fn a_gateway_that_does_not_read_keeps_room_for_answers_and_is_cut_off_without() 
 fn a_request_that_nobody_reads_is_cancelled_after_the_grace_unless_it_may_run_on() {
     let mut bench = bench();
     let frames = bench.up(TENANT, 1, 100);
-    bench.hub.handle(Message::Admitted(REQUEST, Box::new(ticket(1))));
-    let resumable = RequestId([8; 16]);
-    bench
-        .hub
-        .handle(Message::Admitted(resumable, Box::new(Ticket { on_leave: OnLeave::RunOn, ..ticket(1) })));
+    bench.hub.handle(admitted(1));
+    bench.hub.handle(admitted_as(1, resumable(RequestId([8; 16]))));
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
     bench.hub.expire(Instant::now() + Duration::from_hours(1));
     assert!(bench.commands().is_empty(), "an attached request is read");
@@ -255,7 +287,7 @@ fn a_request_that_nobody_reads_is_cancelled_after_the_grace_unless_it_may_run_on
 fn a_finished_request_can_be_read_until_its_retention_is_over() {
     let mut bench = bench();
     let mut frames = bench.up(TENANT, 1, 100);
-    bench.hub.handle(Message::Admitted(REQUEST, Box::new(ticket(1))));
+    bench.hub.handle(admitted(1));
     bench.tokens([1]);
     bench.finish();
     bench.hub.expire(Instant::now() + Duration::from_secs(599));
@@ -264,17 +296,95 @@ fn a_finished_request_can_be_read_until_its_retention_is_over() {
     assert_eq!(entries(&mut frames, 0).len(), 3);
     bench.hub.expire(Instant::now() + Duration::from_secs(601));
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
+    bench.journal(&[]);
     assert_eq!(frames.try_recv(), Ok(ToGateway::NotFound { request: REQUEST.0 }));
     assert_eq!(bench.hub.finished_bytes, 0);
 }
 
+#[test]
+fn what_is_not_in_memory_is_read_from_the_journal_one_request_of_a_gateway_at_a_time() {
+    let mut bench = bench();
+    let mut frames = bench.up(TENANT, 1, 100);
+    let end = pagedd_journal::Entry::End { cached_tokens: 0 };
+    let text = pagedd_journal::Entry::Token { choice: 0, token: 7 };
+    let kept: Vec<Kept> = (0..3)
+        .map(|i| Kept {
+            admission: admission(TENANT, RequestId([i; 16])),
+            entries: vec![text, end],
+            finished_unix: Some(unix()),
+            replays: 0,
+        })
+        .collect();
+    for i in 0..4 {
+        bench.hub.handle(Message::Attach(ConnectionId(1), RequestId([i; 16]), 1));
+    }
+    assert_eq!(bench.lookups.len(), 1);
+    bench.journal(&kept);
+    let mut got = Vec::new();
+    while let Ok(frame) = frames.try_recv() {
+        match frame {
+            ToGateway::Attached { entries: 2, prompt_tokens: 3, .. } => got.push("attached"),
+            ToGateway::Entries(deliveries) => {
+                let read: Vec<_> = deliveries.into_iter().flat_map(|d| d.entries).collect();
+                assert_eq!(read, [Entry::End { cached_tokens: 0 }]);
+                got.push("entries");
+            }
+            ToGateway::NotFound { .. } => got.push("not found"),
+            frame => panic!("{frame:?}"),
+        }
+    }
+    got.sort_unstable();
+    assert_eq!(got, ["attached", "attached", "attached", "entries", "entries", "entries", "not found"]);
+}
+
+#[test]
+fn a_restored_request_is_read_on_and_is_cancelled_if_nobody_comes_back_for_it() {
+    let mut bench = bench();
+    let entries_before = vec![pagedd_journal::Entry::Token { choice: 0, token: 1 }];
+    let kept = Kept { admission: admission(TENANT, REQUEST), entries: entries_before, finished_unix: None, replays: 0 };
+    bench.hub.restore(ModelId(0), kept);
+    let mut frames = bench.up(TENANT, 1, 100);
+    bench.tokens([2]);
+    bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
+    bench.hub.flush();
+    assert_eq!(entries(&mut frames, 0), [token(1), token(2)]);
+    bench.hub.handle(Message::Down(ConnectionId(1)));
+    bench.hub.expire(Instant::now() + Duration::from_secs(61));
+    assert_eq!(bench.commands(), [format!("cancel {REQUEST}")]);
+}
+
+#[test]
+fn a_snapshot_has_all_that_is_live_and_what_ended_while_nothing_could_be_written() {
+    let mut bench = bench();
+    let snapshot = |bench: &mut Bench| {
+        let (answer, mut snapshot) = oneshot::channel();
+        bench.hub.handle(Message::Snapshot(answer));
+        snapshot.try_recv().unwrap().requests
+    };
+    bench.hub.handle(admitted(1));
+    bench.tokens([1]);
+    bench.finish();
+    assert_eq!(snapshot(&mut bench), [], "it ended, and is in the journal");
+    let lost = LossReason::DiskFull;
+    bench.durability.send_replace(Durability::Lost { since_unix: 0, records: 1, reason: lost });
+    let (live, ended) = (RequestId([1; 16]), RequestId([2; 16]));
+    bench.hub.handle(admitted_as(1, admission(TENANT, live)));
+    heavy(&mut bench, TENANT, ended);
+    let all = snapshot(&mut bench);
+    let ids: Vec<_> = all.iter().map(|r| (r.admission.request, r.finished_unix.is_some())).collect();
+    assert_eq!(ids, [(live, false), (ended, true)]);
+    assert_eq!(all[0].admission.saved.prompt, [1, 2, 3]);
+    assert_eq!(all[1].entries.len(), 2);
+}
+
 /// A request of `tenant` that ended at once, with a long context.
 fn heavy(bench: &mut Bench, tenant: TenantId, request: RequestId) {
-    let ticket = Ticket { tenant, context: vec![0; 100 << 10], ..ticket(1) };
-    bench.hub.handle(Message::Admitted(request, Box::new(ticket)));
+    let mut admission = admission(tenant, request);
+    admission.saved.context = vec![0; 100 << 10];
+    bench.hub.handle(admitted_as(1, admission));
     let ended = Ended { prompt_tokens: Tokens(3), cached_tokens: Tokens(0), output_tokens: Tokens(0) };
     let finished = Finished { request, tenant, choice: 0, reason: FinishReason::Stop, ended: Some(ended) };
-    bench.hub.handle(Message::Step(StepRecord { tokens: Vec::new(), finished: vec![finished] }));
+    bench.hub.handle(Message::Step(StepRecord { finished: vec![finished], ..StepRecord::default() }));
 }
 
 #[test]
