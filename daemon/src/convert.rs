@@ -80,10 +80,8 @@ pub fn output(output: wire::Output) -> StepOutput {
 
 /// The entries that a step puts to the ends of logs: all tokens, then the choices that ended, each before its request's end.
 pub fn entries(step: &StepRecord) -> Vec<(RequestId, saved::Entry)> {
-    let tokens = step
-        .tokens
-        .iter()
-        .map(|t| (t.request, saved::Entry::Token { choice: t.choice, token: t.token.0 }));
+    let tokens =
+        step.tokens.iter().map(|t| (t.request, saved::Entry::Token { choice: t.choice, token: t.token.0 }));
     let finished = step.finished.iter().flat_map(|finished| {
         let finish = saved::Entry::Finish { choice: finished.choice, reason: finished.reason.into() };
         let end = finished.ended.map(|ended| saved::Entry::End { cached_tokens: ended.cached_tokens.0 });

@@ -7,9 +7,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_config::{Amount, FIRST_TENANT_PORT, Percent, TenantName as CheckedName};
 use pagedd_control::{
-    Command, ControlError, Durable, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed, KeyRevoke, MAX_LABEL,
-    MetricsText, Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges, TenantInfo,
-    TenantListed, TenantRemove, TenantSet, TenantShown, TenantSpec, Walls,
+    Command, ControlError, Durable, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed, KeyRevoke,
+    MAX_LABEL, MetricsText, Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges,
+    TenantInfo, TenantListed, TenantRemove, TenantSet, TenantShown, TenantSpec, Walls,
 };
 use pagedd_core::{Blocks, ModelId};
 use pagedd_engine::Command as EngineCommand;

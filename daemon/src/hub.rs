@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use pagedd_core::{FinishReason, ModelId, RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, StepRecord};
-use pagedd_journal::{Admission, Durability, Idempotency, Kept, OnLeave, SavedRequest, Snapshot, SnapshotRequest};
+use pagedd_journal::{
+    Admission, Durability, Idempotency, Kept, OnLeave, SavedRequest, Snapshot, SnapshotRequest,
+};
 use pagedd_sched::AdmitError;
 use pagedd_wire::gateway::{Closed, Delivery, Entry, Refusal, ToGateway};
 use tokio::sync::{mpsc, oneshot, watch};
@@ -488,11 +490,8 @@ impl Hub {
 
     /// What the journal lacks after a time in which nothing could be written: all that is live, and what has its prompt still.
     fn snapshot(&self) -> Snapshot {
-        let mut logs: Vec<&Log> = self
-            .logs
-            .values()
-            .filter(|log| !log.admission.saved.prompt.is_empty())
-            .collect();
+        let mut logs: Vec<&Log> =
+            self.logs.values().filter(|log| !log.admission.saved.prompt.is_empty()).collect();
         logs.sort_by_key(|log| log.number);
         let requests = logs.into_iter().map(|log| SnapshotRequest {
             admission: log.admission.clone(),

@@ -14,7 +14,7 @@
 //! | [`gateway`] | a tenant's gateway process: forked, spoken to, replaced |
 //! | [`template`] | a model's template process, which forks gateways |
 //! | [`recorder`] | the journal's thread: durable, then visible |
-| [`hub`] | delivery: request logs, attachments, cursors |
+//! | [`hub`] | delivery: request logs, attachments, cursors |
 //! | [`model`] | one model: its engine's thread |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
 //! | [`metrics`], [`status`] | what operators see |

@@ -110,7 +110,15 @@ pub fn start(
     });
     let (config, cache_key) = (config.clone(), around.cache_key);
     let thread = thread::Builder::new().name(format!("engine-{name}")).spawn(move || {
-        run(worker, &config, cache_key, commands, RecorderJournal { recorder }, StatsObserver(stats_sender), start);
+        run(
+            worker,
+            &config,
+            cache_key,
+            commands,
+            RecorderJournal { recorder },
+            StatsObserver(stats_sender),
+            start,
+        );
     })?;
     Ok((model, thread))
 }

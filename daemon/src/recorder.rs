@@ -351,7 +351,10 @@ impl Work {
             if let Ok(snapshot) = snapshot.await {
                 let durability = self.writer.restore_snapshot(&snapshot, now());
                 if durability == Durability::Durable {
-                    info!(requests = snapshot.requests.len(), "the journal can be written again; a snapshot is on disk");
+                    info!(
+                        requests = snapshot.requests.len(),
+                        "the journal can be written again; a snapshot is on disk"
+                    );
                     self.lost_keys.clear();
                 }
                 self.tell(durability);

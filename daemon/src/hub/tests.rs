@@ -207,7 +207,8 @@ fn a_tenant_can_neither_read_nor_cancel_anothers_request() {
     let mut foreign = bench.up(STRANGER, 2, 100);
     bench.hub.handle(admitted(1));
     bench.hub.handle(Message::Attach(ConnectionId(2), REQUEST, 0));
-    let kept = Kept { admission: admission(TENANT, REQUEST), entries: Vec::new(), finished_unix: None, replays: 0 };
+    let kept =
+        Kept { admission: admission(TENANT, REQUEST), entries: Vec::new(), finished_unix: None, replays: 0 };
     bench.journal(&[kept]);
     assert_eq!(foreign.try_recv(), Ok(ToGateway::NotFound { request: REQUEST.0 }));
     bench.hub.handle(Message::Cancel(ConnectionId(2), REQUEST));
@@ -341,7 +342,12 @@ fn what_is_not_in_memory_is_read_from_the_journal_one_request_of_a_gateway_at_a_
 fn a_restored_request_is_read_on_and_is_cancelled_if_nobody_comes_back_for_it() {
     let mut bench = bench();
     let entries_before = vec![pagedd_journal::Entry::Token { choice: 0, token: 1 }];
-    let kept = Kept { admission: admission(TENANT, REQUEST), entries: entries_before, finished_unix: None, replays: 0 };
+    let kept = Kept {
+        admission: admission(TENANT, REQUEST),
+        entries: entries_before,
+        finished_unix: None,
+        replays: 0,
+    };
     bench.hub.restore(ModelId(0), kept);
     let mut frames = bench.up(TENANT, 1, 100);
     bench.tokens([2]);
