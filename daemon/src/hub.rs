@@ -10,6 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use fail::fail_point;
 use pagedd_core::{FinishReason, ModelId, RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, StepRecord};
 use pagedd_journal::{
@@ -335,6 +336,7 @@ impl Hub {
         let request = admission.request;
         self.logs.insert(request, Log::new(self.number, model, admission));
         self.number += 1;
+        fail_point!("before-accepted");
         self.send(connection, ToGateway::Accepted { ticket, request: request.0 });
     }
 
@@ -578,6 +580,7 @@ impl Hub {
                 if deliveries.is_empty() {
                     break;
                 }
+                fail_point!("before-delivery");
                 permit.send(ToGateway::Entries(deliveries));
             }
         }

@@ -14,6 +14,7 @@ use std::io;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, InboxFull, StepRecord};
 use pagedd_journal::{
@@ -164,6 +165,7 @@ pub async fn readmit(restored: Vec<Kept>, engine: EngineHandle<Box<Ticket>>, rec
         if answer.await.is_err() {
             return;
         }
+        readmit_point(&kept);
         let (taken, answer) = oneshot::channel();
         let reply = Box::new(move |()| drop(taken.send(())));
         let mut command = Command::Restore { restored: Box::new(convert::restored(&kept)), reply };
@@ -177,6 +179,17 @@ pub async fn readmit(restored: Vec<Kept>, engine: EngineHandle<Box<Ticket>>, rec
         drop(recorder.send(Told::Replayed(request)).await);
     }
     info!(requests = count, "requests of an earlier daemon go on");
+}
+
+/// In test builds the fail point `readmit` ends the daemon at the request whose prompt begins with the token that it returns.
+fn readmit_point(kept: &Kept) {
+    fail_point!("readmit", |token: Option<String>| {
+        if token.and_then(|token| token.parse().ok()) == kept.admission.saved.prompt.first().copied() {
+            std::process::abort();
+        }
+    });
+    // Without fail points it has no use.
+    let _ = kept;
 }
 
 struct Work {
@@ -257,6 +270,7 @@ impl Work {
 
     async fn flush(&mut self, records: &mut Vec<Record>, messages: &mut Vec<Message>) {
         if !records.is_empty() {
+            fail_point!("before-append");
             let durability = self.writer.append(records, now());
             for record in records.drain(..) {
                 if let Record::Admission(admission) = record {
@@ -264,6 +278,7 @@ impl Work {
                 }
             }
             self.tell(durability);
+            fail_point!("after-append");
         }
         for message in messages.drain(..) {
             // The hub ends only with the daemon.
@@ -346,9 +361,11 @@ impl Work {
         let durability = self.writer.tick(now());
         self.tell(durability);
         if self.writer.needs_snapshot(now()) {
+            fail_point!("before-snapshot");
             let (answer, snapshot) = oneshot::channel();
             drop(self.hub.send(Message::Snapshot(answer)).await);
             if let Ok(snapshot) = snapshot.await {
+                fail_point!("before-snapshot-is-written");
                 let durability = self.writer.restore_snapshot(&snapshot, now());
                 if durability == Durability::Durable {
                     info!(

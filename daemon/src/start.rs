@@ -155,6 +155,14 @@ fn load(cli: &Cli) -> Result<Config, Failure> {
 
 fn run(config: Config) -> Result<(), Failure> {
     start_log(&config);
+    #[cfg(feature = "failpoints")]
+    let _points = fail::FailScenario::setup();
+    // A daemon that has lost one of its threads would serve some and hang others; the next one goes on with everything.
+    std::panic::set_hook(Box::new(|panic| {
+        let place = panic.location().map(ToString::to_string);
+        error!(place, "panic: the daemon ends");
+        std::process::abort();
+    }));
     let start = Instant::now();
     let store = Arc::new(FdStore::from_env());
     make_state_dir(&config.state_dir)?;
@@ -283,6 +291,8 @@ async fn serve(
         env: vec![
             ("PAGEDD_LOG".into(), config.log.level.as_str().into()),
             ("PAGEDD_LOG_FORMAT".into(), config.log.format.as_str().into()),
+            #[cfg(feature = "failpoints")]
+            ("FAILPOINTS".into(), std::env::var_os("FAILPOINTS").unwrap_or_default()),
         ],
     };
     let mut models: Vec<Arc<Model>> = Vec::new();

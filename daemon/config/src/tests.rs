@@ -36,6 +36,7 @@ fn an_empty_file_is_the_defaults_without_a_model() {
     assert_eq!(config.gateway.idle_timeout, Duration::from_secs(90));
     assert_eq!((config.tenant_uids.first, config.tenant_uids.last), (61_000, 61_999));
     assert_eq!((config.retention, config.reattach_grace), (Duration::from_mins(10), Duration::from_mins(1)));
+    assert_eq!(config.fsync, Fsync::Interval);
     assert_eq!(
         config.require_models().unwrap_err().to_string(),
         "/etc/p.yaml: no model is configured; add one: `models: { smollm2: { path: /path/to/model.gguf } }`"
@@ -67,7 +68,7 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
     let text = format!(
         "state_dir: /s\nadmin_socket: /run/a.sock\nlisten: \"::1\"\nlog: {{ level: debug, format: json }}\n\
          gateway: {{ max_body: 1MB, max_connections: 8, header_timeout: 500ms, idle_timeout: 1m }}\n\
-         tenant_uids: 70000 - 70001\nretention: 0s\nreattach_grace: 2h\nmodels:\n\
+         tenant_uids: 70000 - 70001\nfsync: every\nretention: 0s\nreattach_grace: 2h\nmodels:\n\
          \x20 z: {{ path: {0}, dtype: f32, itl_target: 1.5s }}\n\
          \x20 a: {{ path: {0}, device: cpu, dtype: f32, kv_dtype: f16, kv_memory: 100000 tokens, block_size: 512, max_num_seqs: 1,\n\
          \x20      max_num_batched_tokens: 2048, itl_target: none, max_model_len: 4096, threads: 2, max_queued_requests: 5, prefix_cache: false,\n\
@@ -91,7 +92,7 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
     assert_eq!(config.admin_socket, Path::new("/run/a.sock"));
     assert_eq!(config.gateway.max_body, Bytes(1_000_000));
     assert_eq!(config.gateway.header_timeout, Duration::from_millis(500));
-    assert_eq!(config.retention, Duration::ZERO);
+    assert_eq!((config.fsync, config.retention), (Fsync::Every, Duration::ZERO));
     assert_eq!((config.tenant_uids.first, config.tenant_uids.last), (70_000, 70_001));
 }
 

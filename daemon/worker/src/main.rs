@@ -43,6 +43,8 @@ fn main() -> ExitCode {
         let place = panic.location().map(ToString::to_string);
         tracing::error!(place, "panic");
     }));
+    #[cfg(feature = "failpoints")]
+    let _points = fail::FailScenario::setup();
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
