@@ -59,7 +59,7 @@ impl Bench {
                 top: Vec::new(),
             })
             .collect();
-        self.hub.handle(Message::Step(StepRecord { tokens, finished: Vec::new() }));
+        self.hub.handle(Message::Step(StepRecord { tokens, ..StepRecord::default() }));
         self.hub.flush();
     }
 
@@ -72,7 +72,7 @@ impl Bench {
             reason: FinishReason::Length,
             ended: Some(ended),
         };
-        self.hub.handle(Message::Step(StepRecord { tokens: Vec::new(), finished: vec![finished] }));
+        self.hub.handle(Message::Step(StepRecord { finished: vec![finished], ..StepRecord::default() }));
         self.hub.flush();
     }
 
@@ -274,7 +274,7 @@ fn heavy(bench: &mut Bench, tenant: TenantId, request: RequestId) {
     bench.hub.handle(Message::Admitted(request, Box::new(ticket)));
     let ended = Ended { prompt_tokens: Tokens(3), cached_tokens: Tokens(0), output_tokens: Tokens(0) };
     let finished = Finished { request, tenant, choice: 0, reason: FinishReason::Stop, ended: Some(ended) };
-    bench.hub.handle(Message::Step(StepRecord { tokens: Vec::new(), finished: vec![finished] }));
+    bench.hub.handle(Message::Step(StepRecord { finished: vec![finished], ..StepRecord::default() }));
 }
 
 #[test]
