@@ -17,10 +17,12 @@
 //! | [`hub`] | delivery: request logs, attachments, cursors |
 //! | [`model`] | one model: its engine's thread |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
+//! | [`arenas`] | what workers leave behind: arenas, the ledger of the KV arena, the last writer |
 //! | [`metrics`], [`status`] | what operators see |
 //! | [`convert`], [`settings`], [`backoff`], [`child`] | small parts |
 
 mod admin;
+mod arenas;
 mod backoff;
 mod child;
 mod convert;

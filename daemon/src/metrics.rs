@@ -209,6 +209,7 @@ fn nothing(tenant: TenantId) -> TenantStats {
         preemptions: 0,
         prefix_query_tokens: 0,
         prefix_hit_tokens: 0,
+        recomputed_tokens: 0,
         aborted: 0,
         output_tokens: 0,
         draft_tokens: 0,
@@ -266,6 +267,12 @@ fn engine(families: &mut Families, model: &Model, stats: &EngineStats) {
         stats.misjudged_us,
     );
     families.counter("pagedd_workers_lost", "Workers that died or hung.", &labels, stats.workers_lost);
+    families.counter(
+        "pagedd_adopted_blocks",
+        "KV blocks of an earlier daemon that the prefix cache took over.",
+        &labels,
+        stats.adopted_blocks,
+    );
     let age = model.last_step_age(stats).map_or(f64::NAN, |age| age.as_secs_f64());
     families.gauge(
         "pagedd_last_step_age_seconds",
@@ -306,6 +313,11 @@ fn tenant(families: &mut Families, name: &str, model: &Model, numbers: &TenantSt
             numbers.prefix_query_tokens,
         ),
         ("pagedd_prefix_cache_hits", "Prompt tokens found in the prefix cache.", numbers.prefix_hit_tokens),
+        (
+            "pagedd_recomputed_tokens",
+            "Tokens of sequences of an earlier daemon that were computed again.",
+            numbers.recomputed_tokens,
+        ),
         ("pagedd_draft_tokens", "Tokens guessed by prompt lookup and tried.", numbers.draft_tokens),
         ("pagedd_draft_tokens_accepted", "Guessed tokens that came true.", numbers.draft_tokens_accepted),
     ];

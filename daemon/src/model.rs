@@ -18,7 +18,7 @@ use pagedd_host::fdstore::FdStore;
 use pagedd_sched::{AdmitError, PolicyKind, Scheduler, SchedulerConfig};
 use pagedd_wire::worker::{MOST_DRAFTS, ModelInfo};
 use tokio::sync::{mpsc, watch};
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use crate::hub::Ticket;
 use crate::recorder::Told;
@@ -142,7 +142,14 @@ fn run(
     };
     let scheduler = Scheduler::new(scheduler_config(config, &info, cache_key));
     info!(model = config.name.as_str(), blocks = info.blocks, block_size = info.block_size, "engine runs");
-    let engine = Engine::new(EngineConfig::default(), commands, scheduler, worker, journal, observer, start);
+    let ledger = worker.ledger(&info, cache_key);
+    let mut engine = Engine::new(EngineConfig::default(), commands, scheduler, worker, journal, observer, start);
+    match ledger {
+        Ok(ledger) => engine = engine.with_ledger(Box::new(ledger)),
+        Err(error) => {
+            warn!(model = config.name.as_str(), %error, "what is in the KV arena will not be known after a restart");
+        }
+    }
     match engine.run() {
         Ok(()) => info!(model = config.name.as_str(), "engine ended"),
         Err(exhausted) => {

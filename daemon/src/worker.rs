@@ -1,9 +1,10 @@
 //! A worker process: started, spoken to, fenced, replaced.
 //!
-//! **Owns** the child, the channel to it, and the fds of its arenas, which outlive it. **Never** maps an arena or opens a model
-//! file: both are the worker's.
+//! **Owns** the child, the channel to it, and its [`Arenas`], which outlive it. **Never** maps an arena or opens a model file: both
+//! are the worker's.
 
 use std::ffi::OsString;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -14,13 +15,16 @@ use std::time::{Duration, Instant};
 use pagedd_core::{PlanId, StepCost};
 use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
 use pagedd_host::fdstore::FdStore;
+use pagedd_host::shared::SharedMemory;
 use pagedd_host::{Sandbox, Spawn, SpawnError};
+use pagedd_kv::Ledger;
 use pagedd_sched::{SequenceSnapshot, StepOutput, StepPlan};
 use pagedd_wire::worker::{Arena, FromWorker, Hello, ModelInfo, ToWorker};
 use pagedd_wire::{Channel, ChannelError};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
+use crate::arenas::Arenas;
 use crate::backoff::Backoff;
 use crate::child::OwnChild;
 use crate::convert;
@@ -37,8 +41,8 @@ const LOAD_SILENCE: Duration = Duration::from_mins(2);
 ///
 /// A quota of half a processor makes a step four times slower than it was measured, a busy neighbour twice as slow again, and
 /// predictions are a quarter off at times: [`STEP_SLACK`] is just enough for these, so that short steps get more. A worker killed
-/// by mistake costs more than a hung one that is found late: the next one runs the same plan on the same slow machine, and the
-/// third fails its requests.
+/// by mistake costs more than a hung one that is found late: the next one runs the same plan on the same slow machine, and once two
+/// were lost with it its requests are under suspicion, run by parts, and may fail.
 const STEP_DEADLINE: Duration = Duration::from_secs(30);
 /// Longest step deadline beyond what is predicted: a worker that stood still for a while and went on is no reason to wait for
 /// the next one for hours.
@@ -47,7 +51,7 @@ const LONGEST_STEP_DEADLINE: Duration = Duration::from_mins(5);
 const STEP_SLACK: u32 = 10;
 /// How long a killed process may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
-/// Workers in a row that die before they complete a step.
+/// Workers in a row that do not come up. Those that die with a plan are the engine's to count.
 const TRIES: u32 = 6;
 
 /// How a model stands, as shown by `pagedctl status`.
@@ -120,16 +124,6 @@ struct Submitted {
     predicted: Duration,
 }
 
-/// The arenas' fds, and where they are kept over a restart of the daemon.
-struct Arenas {
-    store: Arc<FdStore>,
-    weights_name: String,
-    weights: Option<OwnedFd>,
-    /// Not kept over a restart of the daemon: without a ledger of what its blocks hold it would be empty memory, and nothing
-    /// would prove that its last writer is gone.
-    kv: Option<OwnedFd>,
-}
-
 /// A model's worker.
 pub struct WorkerProcess {
     spec: WorkerSpec,
@@ -139,6 +133,8 @@ pub struct WorkerProcess {
     backoff: Backoff,
     /// Starts since the last completed step.
     attempts: u32,
+    /// Starts in a row that came to nothing.
+    failed_launches: u32,
     starts: u32,
     info: Option<ModelInfo>,
     /// The plan that is out.
@@ -164,9 +160,7 @@ impl From<ChannelError> for StartError {
 impl WorkerProcess {
     /// A worker that has not started. Arenas of an earlier daemon are taken from `store`.
     pub fn new(spec: WorkerSpec, store: Arc<FdStore>, state: watch::Sender<ModelState>) -> Self {
-        let weights_name = format!("weights-{}", spec.model);
-        let weights = store.take(&weights_name);
-        let arenas = Arenas { store, weights_name, weights, kv: None };
+        let arenas = Arenas::new(store, &spec.model);
         Self {
             spec,
             arenas,
@@ -174,6 +168,7 @@ impl WorkerProcess {
             state,
             backoff: Backoff::new(TRIES as usize, Duration::from_secs(5)),
             attempts: 0,
+            failed_launches: 0,
             starts: 0,
             info: None,
             submitted: None,
@@ -181,9 +176,17 @@ impl WorkerProcess {
         }
     }
 
-    /// Brings up the first worker.
+    /// Brings up the first worker, once the last one of an earlier daemon is gone.
     pub fn start(&mut self) -> Result<ModelInfo, WorkersExhausted> {
-        self.bring_up()
+        self.arenas.settle();
+        let info = self.bring_up()?;
+        self.failed_launches = 0;
+        Ok(info)
+    }
+
+    /// As [`Arenas::ledger`], after [`WorkerProcess::start`].
+    pub fn ledger(&mut self, info: &ModelInfo, cache_key: [u8; 32]) -> io::Result<Ledger<SharedMemory>> {
+        self.arenas.ledger(info, cache_key)
     }
 
     /// Starts workers until one is ready, or it is not worth while.
@@ -201,10 +204,16 @@ impl WorkerProcess {
                 Err(StartError::Retry(error)) => error,
             };
             warn!(model = self.spec.model, attempt = self.attempts, error, "worker did not start");
-            if self.attempts >= TRIES {
-                return Err(self.exhausted(format!("{error} ({TRIES} tries)")));
-            }
+            self.launch_failed(&error)?;
         }
+    }
+
+    fn launch_failed(&mut self, error: &str) -> Result<(), WorkersExhausted> {
+        self.failed_launches += 1;
+        if self.failed_launches < TRIES {
+            return Ok(());
+        }
+        Err(self.exhausted(format!("{error} ({TRIES} tries)")))
     }
 
     fn exhausted(&mut self, reason: String) -> WorkersExhausted {
@@ -242,14 +251,15 @@ impl WorkerProcess {
         ours.set_write_timeout(Some(STEP_DEADLINE)).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let running = self.running.insert(Running { child, channel });
+        self.arenas.lend(running.child.as_fd()).map_err(|e| StartError::Retry(e.to_string()))?;
         let hello = Hello {
             measure: spec.hello.measure && self.info.is_none(),
-            weights_fd: self.arenas.weights.is_some(),
-            kv_fd: self.arenas.kv.is_some(),
+            weights_fd: self.arenas.weights().is_some(),
+            kv_fd: self.arenas.kv().is_some(),
             ..spec.hello.clone()
         };
         let fds: Vec<BorrowedFd<'_>> =
-            [&self.arenas.weights, &self.arenas.kv].into_iter().flatten().map(AsFd::as_fd).collect();
+            [self.arenas.weights(), self.arenas.kv()].into_iter().flatten().collect();
         running.channel.send(&ToWorker::Hello(hello), &fds)?;
         loop {
             match running.channel.recv_timeout(LOAD_SILENCE)? {
@@ -267,7 +277,10 @@ impl WorkerProcess {
                 FromWorker::Arena { arena, bytes } => {
                     let fd = running.channel.take_fd()?;
                     info!(model = spec.model, ?arena, bytes, "new arena");
-                    self.arenas.keep(arena, fd);
+                    // Sequences of this daemon have their tokens in the KV arena that there is.
+                    if arena == Arena::Weights || self.info.is_none() {
+                        self.arenas.keep(arena, fd);
+                    }
                 }
                 FromWorker::Ready(info) => {
                     let mut info = *info;
@@ -279,6 +292,9 @@ impl WorkerProcess {
                                 "the model's file changed under a running model".to_owned(),
                             ));
                         }
+                        if !info.kv_reused {
+                            return Err(StartError::Retry("it did not take over the KV arena".to_owned()));
+                        }
                         info.cost = before.cost;
                     }
                     let cost = StepCost::from(info.cost);
@@ -287,6 +303,7 @@ impl WorkerProcess {
                         pid,
                         load_us = info.load_us,
                         weights_reused = info.weights_reused,
+                        kv_reused = info.kv_reused,
                         token_us = cost.step_us(1, 1, 0),
                         tokens_128_us = cost.step_us(128, 1, 128 * 129 / 2),
                         pair_us = cost.pair_us,
@@ -302,6 +319,10 @@ impl WorkerProcess {
                     return Ok(info);
                 }
                 FromWorker::Failed { error, retry } => {
+                    if self.info.is_none() {
+                        // The KV arena of an earlier daemon may be in its way, where another size of it is wanted now.
+                        self.arenas.forget_kv();
+                    }
                     return Err(if retry { StartError::Retry(error) } else { StartError::Final(error) });
                 }
                 FromWorker::Output(_) => {
@@ -331,20 +352,6 @@ impl WorkerProcess {
             .as_mut()
             .map(|running| &mut running.channel)
             .ok_or_else(|| WorkerLost { reason: "no worker runs".to_owned() })
-    }
-}
-
-impl Arenas {
-    fn keep(&mut self, arena: Arena, fd: OwnedFd) {
-        match arena {
-            Arena::Weights => {
-                if let Err(error) = self.store.store(&self.weights_name, fd.as_fd()) {
-                    warn!(%error, "the weights arena will not outlive the daemon");
-                }
-                self.weights = Some(fd);
-            }
-            Arena::Kv => self.kv = Some(fd),
-        }
     }
 }
 
@@ -381,16 +388,15 @@ impl Worker for WorkerProcess {
         let states: Vec<_> = sequences.iter().map(convert::sequence).collect();
         loop {
             self.bring_up()?;
-            match self.channel().and_then(|channel| {
+            let told = self.channel().and_then(|channel| {
                 channel.send(&ToWorker::Resync(states.clone()), &[]).map_err(|e| lost(&e))
-            }) {
-                Ok(()) => return Ok(()),
-                Err(lost) => warn!(
-                    model = self.spec.model,
-                    reason = lost.reason,
-                    "worker lost before it knew its sequences"
-                ),
-            }
+            });
+            let Err(lost) = told else {
+                self.failed_launches = 0;
+                return Ok(());
+            };
+            warn!(model = self.spec.model, reason = lost.reason, "worker lost before it knew its sequences");
+            self.launch_failed(&lost.reason)?;
         }
     }
 }

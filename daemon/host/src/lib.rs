@@ -17,6 +17,7 @@ pub mod notify;
 pub mod peer;
 mod pidfd;
 mod process;
+pub mod shared;
 pub mod threads;
 pub mod walls;
 

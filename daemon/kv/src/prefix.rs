@@ -73,6 +73,16 @@ impl PrefixHasher {
         truncated(&hasher)
     }
 
+    /// Names the secret for a [`crate::LedgerHeader`] of the arena named `arena`, without telling it: of another secret, or of
+    /// another arena, the name is another.
+    #[must_use]
+    pub fn key_id(&self, arena: [u8; 16]) -> [u8; 16] {
+        let mut hasher = blake3::Hasher::new_keyed(&self.key);
+        hasher.update(b"pagedd ledger 1");
+        hasher.update(&arena);
+        truncated(&hasher).0
+    }
+
     /// The key of the block with these tokens behind `parent`.
     #[must_use]
     pub fn block(&self, parent: BlockKey, tokens: &[TokenId]) -> BlockKey {
@@ -169,6 +179,14 @@ mod tests {
         }
         let secret = PrefixHasher::new([2; 32]);
         assert_ne!(key, secret.block(secret.root(&base), &tokens));
+    }
+
+    #[test]
+    fn the_name_of_a_secret_is_another_for_each_arena_and_for_each_secret() {
+        let [a, b] = [1, 2].map(|byte| PrefixHasher::new([byte; 32]));
+        assert_eq!(a.key_id([3; 16]), PrefixHasher::new([1; 32]).key_id([3; 16]));
+        assert_ne!(a.key_id([3; 16]), a.key_id([4; 16]));
+        assert_ne!(a.key_id([3; 16]), b.key_id([3; 16]));
     }
 
     #[test]

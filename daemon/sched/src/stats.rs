@@ -43,6 +43,8 @@ pub struct TenantStats {
     pub prefix_query_tokens: u64,
     /// Of these, found.
     pub prefix_hit_tokens: u64,
+    /// Tokens of sequences that an earlier scheduler had begun, computed again because they were not found.
+    pub recomputed_tokens: u64,
     /// Requests that were cancelled.
     pub aborted: u64,
     /// Emitted tokens.
@@ -138,6 +140,7 @@ impl Scheduler {
                 preemptions: tenant.counters.preemptions,
                 prefix_query_tokens: tenant.counters.prefix_queries,
                 prefix_hit_tokens: tenant.counters.prefix_hits,
+                recomputed_tokens: tenant.counters.recomputed,
                 aborted: tenant.counters.aborted,
                 output_tokens: tenant.counters.output_tokens,
                 draft_tokens: tenant.counters.drafts,

@@ -437,6 +437,10 @@ impl Scheduler {
         }
         tenant.running += 1;
         self.running.insert(id);
+        // Nothing of it was computed here, and it has output: it was restored. Its last token is no input yet.
+        if !sequence.begun && sequence.tokens.len() > sequence.prompt_len {
+            tenant.counters.recomputed += (sequence.tokens.len() - 1).saturating_sub(cached) as u64;
+        }
         let mut started = false;
         if let Some(request) = self.requests.get_mut(&sequence.request)
             && request.cached_tokens.is_none()

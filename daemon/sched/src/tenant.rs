@@ -35,6 +35,7 @@ pub(crate) struct Counters {
     pub preemptions: u64,
     pub prefix_queries: u64,
     pub prefix_hits: u64,
+    pub recomputed: u64,
     pub aborted: u64,
     pub prompt_tokens: u64,
     pub output_tokens: u64,

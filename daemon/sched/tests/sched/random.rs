@@ -24,7 +24,7 @@ impl Dice {
 
 /// Counters only rise.
 fn monotonic(before: &Stats, after: &Stats) {
-    let counters = |stats: &Stats| -> BTreeMap<TenantId, [u64; 7]> {
+    let counters = |stats: &Stats| -> BTreeMap<TenantId, [u64; 8]> {
         let of = stats.tenants.iter();
         of.map(|t| {
             (
@@ -33,6 +33,7 @@ fn monotonic(before: &Stats, after: &Stats) {
                     t.preemptions,
                     t.prefix_query_tokens,
                     t.prefix_hit_tokens,
+                    t.recomputed_tokens,
                     t.aborted,
                     t.output_tokens,
                     t.draft_tokens,

@@ -1,0 +1,162 @@
+//! What a model's workers leave behind: the arenas, the ledger of the KV arena, and the process that may still write it.
+//!
+//! **Owns** their fds, and what the service manager holds of them over a restart of the daemon. **Never** maps an arena, and never
+//! hands a KV arena on before the last process that could write it is proven gone.
+//!
+//! A ledger names the file of the arena that it speaks of, so that the two are never paired wrongly, whatever the manager took in
+//! and whatever it did not.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use pagedd_core::{Blocks, Tokens};
+use pagedd_host::Pidfd;
+use pagedd_host::fdstore::{FdStore, StoreError};
+use pagedd_host::shared::{SharedMemory, file_id};
+use pagedd_kv::{Ledger, LedgerHeader, PrefixHasher};
+use pagedd_wire::worker::{Arena, ModelInfo};
+use tracing::{info, warn};
+
+/// How long a killed worker of an earlier daemon may take to be gone.
+const DEATH: Duration = Duration::from_secs(10);
+
+/// A model's arenas and their ledger.
+pub struct Arenas {
+    store: Arc<FdStore>,
+    model: String,
+    weights: Option<OwnedFd>,
+    kv: Option<OwnedFd>,
+    /// An earlier daemon's, until it is opened.
+    ledger: Option<OwnedFd>,
+    /// The last worker of an earlier daemon, until it is proven gone.
+    writer: Option<OwnedFd>,
+}
+
+impl Arenas {
+    /// What an earlier daemon left in `store` for this model.
+    pub fn new(store: Arc<FdStore>, model: &str) -> Self {
+        let take = |kind| store.take(&name(kind, model));
+        let (weights, kv, ledger, writer) = (take(WEIGHTS), take(KV), take(LEDGER), take(WORKER));
+        Self { store, model: model.to_owned(), weights, kv, ledger, writer }
+    }
+
+    /// Ends the last worker of an earlier daemon. Where it is not proven gone, its KV arena is not used again.
+    pub fn settle(&mut self) {
+        let gone = self.writer.take().map_or(Err("no worker is known".to_owned()), |fd| prove_gone(fd.into()));
+        match gone {
+            Ok(()) => info!(model = self.model, "the worker of an earlier daemon is gone"),
+            Err(reason) if self.kv.is_some() => {
+                warn!(model = self.model, reason, "the KV arena of an earlier daemon may be written still: it is not used");
+                self.forget_kv();
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// `worker` will have the KV arena: whoever comes after this daemon has to prove it gone.
+    ///
+    /// # Errors
+    /// The manager does not know it; it must not have the arena.
+    pub fn lend(&self, worker: BorrowedFd<'_>) -> Result<(), StoreError> {
+        self.store.store(&name(WORKER, &self.model), worker)
+    }
+
+    /// The weights arena, if there is one.
+    pub fn weights(&self) -> Option<BorrowedFd<'_>> {
+        self.weights.as_ref().map(AsFd::as_fd)
+    }
+
+    /// The KV arena, if there is one.
+    pub fn kv(&self) -> Option<BorrowedFd<'_>> {
+        self.kv.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Takes over a new arena in the place of an earlier one.
+    pub fn keep(&mut self, arena: Arena, fd: OwnedFd) {
+        let (kind, place) = match arena {
+            Arena::Weights => (WEIGHTS, &mut self.weights),
+            Arena::Kv => (KV, &mut self.kv),
+        };
+        if let Err(error) = self.store.store(&name(kind, &self.model), fd.as_fd()) {
+            warn!(model = self.model, %error, ?arena, "an arena will not outlive the daemon");
+        }
+        *place = Some(fd);
+    }
+
+    /// Lets go of the KV arena and its ledger: the next worker makes another.
+    pub fn forget_kv(&mut self) {
+        (self.kv, self.ledger) = (None, None);
+        self.forget(KV);
+        self.forget(LEDGER);
+    }
+
+    fn forget(&self, kind: &str) {
+        if let Err(error) = self.store.remove(&name(kind, &self.model)) {
+            warn!(model = self.model, %error, "an fd of an earlier daemon stays open");
+        }
+    }
+
+    /// The ledger of the KV arena, which a worker has taken or made as `info` says: an earlier daemon's where it speaks of this very
+    /// arena, otherwise an empty one. To be asked once.
+    ///
+    /// # Errors
+    /// The system gave no memory for one.
+    pub fn ledger(&mut self, info: &ModelInfo, cache_key: [u8; 32]) -> io::Result<Ledger<SharedMemory>> {
+        let kv = self.kv.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let expected = LedgerHeader {
+            block_size: Tokens(info.block_size),
+            blocks: Blocks(info.blocks),
+            block_bytes: info.block_bytes,
+            model: info.digest,
+            key_id: PrefixHasher::new(cache_key).key_id(file_id(kv.as_fd())?),
+            weight_epoch: 0,
+        };
+        let found = self.ledger.take().map(|fd| found(fd, &expected));
+        if let Some(Ok(ledger)) = found {
+            info!(model = self.model, blocks = ledger.records().count(), "blocks of an earlier daemon");
+            return Ok(ledger);
+        }
+        if let Some(Err(reason)) = found {
+            info!(model = self.model, reason, "the ledger of an earlier daemon is not used");
+            // From here on the arena is written without it.
+            self.forget(LEDGER);
+        }
+        let memory = SharedMemory::create("pagedd-ledger", expected.ledger_bytes())?;
+        if let Err(error) = self.store.store(&name(LEDGER, &self.model), memory.as_fd()) {
+            warn!(model = self.model, %error, "the ledger will not outlive the daemon");
+        }
+        // The memory held no ledger before: any generation differs.
+        Ledger::format(memory, &expected, 1).map_err(|(error, _)| io::Error::other(error))
+    }
+}
+
+const WEIGHTS: &str = "weights";
+const KV: &str = "kv";
+const LEDGER: &str = "ledger";
+const WORKER: &str = "worker";
+
+/// What the manager holds an fd under.
+fn name(kind: &str, model: &str) -> String {
+    format!("{kind}-{model}")
+}
+
+/// Kills a process that need not be a child of this one.
+fn prove_gone(process: Pidfd) -> Result<(), String> {
+    process.kill().map_err(|e| format!("its worker cannot be killed: {e}"))?;
+    match process.wait_gone(DEATH) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err("its worker does not die".to_owned()),
+        Err(e) => Err(format!("its worker cannot be waited for: {e}")),
+    }
+}
+
+/// The ledger in an fd of an earlier daemon's.
+fn found(fd: OwnedFd, expected: &LedgerHeader) -> Result<Ledger<SharedMemory>, String> {
+    let memory = SharedMemory::map(fd).map_err(|e| e.to_string())?;
+    Ledger::open(memory, expected).map_err(|(error, _)| error.to_string())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,133 @@
+use std::fs::File;
+
+use pagedd_core::{BlockId, TenantId};
+use pagedd_host::{Child, Sandbox, Spawn};
+use pagedd_kv::{BlockKey, DomainOwner, LedgerRecord};
+use pagedd_wire::worker::StepCost;
+
+use super::*;
+use crate::child::OwnChild;
+
+const KEY: [u8; 32] = [7; 32];
+const RECORD: LedgerRecord = LedgerRecord {
+    owner: DomainOwner::Tenant(TenantId(3)),
+    key: BlockKey([9; 16]),
+    dtype: 0,
+    tokens: Tokens(16),
+};
+
+fn info() -> ModelInfo {
+    ModelInfo {
+        architecture: "llama".to_owned(),
+        parameters: 1,
+        vocab_size: 2,
+        max_model_len: 64,
+        block_size: 16,
+        blocks: 100,
+        block_bytes: 4096,
+        weight_bytes: 1,
+        digest: [5; 16],
+        weights_reused: false,
+        kv_reused: true,
+        threads: 1,
+        kernels: "generic".to_owned(),
+        load_us: 0,
+        cost: StepCost::from(pagedd_core::StepCost::UNKNOWN),
+    }
+}
+
+fn arena() -> OwnedFd {
+    SharedMemory::create("kv", 4096).unwrap().as_fd().try_clone_to_owned().unwrap()
+}
+
+fn copy(fd: &impl AsFd) -> OwnedFd {
+    fd.as_fd().try_clone_to_owned().unwrap()
+}
+
+/// What the next daemon finds.
+fn left(kv: Option<OwnedFd>, ledger: Option<OwnedFd>, writer: Option<OwnedFd>) -> Arenas {
+    let store = Arc::new(FdStore::without_manager());
+    Arenas { store, model: "m".to_owned(), weights: None, kv, ledger, writer }
+}
+
+/// A ledger of `kv` with one record, as a daemon leaves it.
+fn written(kv: &OwnedFd) -> SharedMemory {
+    let mut ledger = left(Some(copy(kv)), None, None).ledger(&info(), KEY).unwrap();
+    assert_eq!(ledger.records().count(), 0);
+    ledger.commit(BlockId(42), &RECORD);
+    ledger.into_memory()
+}
+
+fn sleeper() -> OwnChild {
+    let spawn = Spawn {
+        program: "/bin/sleep".into(),
+        args: vec!["600".into()],
+        env: Vec::new(),
+        fds: Vec::new(),
+        cgroup: None,
+        identity: None,
+        sandbox: Sandbox { no_new_privs: true },
+    };
+    OwnChild::from(pagedd_host::spawn(spawn).expect("a program of every host"))
+}
+
+#[test]
+fn the_next_daemon_finds_what_the_ledger_of_the_same_arena_says() {
+    let kv = arena();
+    let memory = written(&kv);
+    let ledger = left(Some(kv), Some(copy(&memory)), None).ledger(&info(), KEY).unwrap();
+    assert_eq!(ledger.records().collect::<Vec<_>>(), [(BlockId(42), RECORD)]);
+}
+
+#[test]
+fn a_ledger_of_another_arena_key_model_or_geometry_says_nothing_and_stays_as_it_is() {
+    let kv = arena();
+    let memory = written(&kv);
+    let found = |kv: &OwnedFd, info: &ModelInfo, key| {
+        let ledger = left(Some(copy(kv)), Some(copy(&memory)), None).ledger(info, key).unwrap();
+        ledger.records().count()
+    };
+    assert_eq!(found(&arena(), &info(), KEY), 0, "arena");
+    assert_eq!(found(&kv, &info(), [8; 32]), 0, "key");
+    assert_eq!(found(&kv, &ModelInfo { digest: [6; 16], ..info() }, KEY), 0, "model");
+    assert_eq!(found(&kv, &ModelInfo { blocks: 99, ..info() }, KEY), 0, "blocks");
+    assert_eq!(found(&kv, &ModelInfo { block_size: 32, ..info() }, KEY), 0, "size of blocks");
+    assert_eq!(found(&kv, &info(), KEY), 1, "none of them wrote it");
+}
+
+#[test]
+fn a_ledger_that_is_torn_or_none_at_all_is_replaced_by_an_empty_one() {
+    let kv = arena();
+    let mut memory = written(&kv);
+    memory.as_mut()[64] ^= 1;
+    let none = File::open("/dev/null").unwrap();
+    let small = SharedMemory::create("small", 64).unwrap();
+    for fd in [copy(&memory), copy(&none), copy(&small)] {
+        let mut ledger = left(Some(copy(&kv)), Some(fd), None).ledger(&info(), KEY).unwrap();
+        assert_eq!(ledger.records().count(), 0);
+        ledger.commit(BlockId(42), &RECORD);
+        assert_eq!(ledger.record(BlockId(42)), Some(RECORD));
+    }
+}
+
+#[test]
+fn a_worker_that_lives_on_is_ended_before_its_arena_is_used_again() {
+    let worker = sleeper();
+    let child: &Child = &worker;
+    let (kv, ledger) = (arena(), File::open("/dev/null").unwrap());
+    let mut arenas = left(Some(kv), Some(ledger.into()), Some(copy(child)));
+    assert!(!worker.has_exited());
+    arenas.settle();
+    assert!(worker.has_exited());
+    assert!(arenas.kv().is_some() && arenas.ledger.is_some());
+}
+
+#[test]
+fn without_a_proof_that_its_last_writer_is_gone_an_arena_is_not_used_and_neither_is_its_ledger() {
+    let no_process = || OwnedFd::from(File::open("/dev/null").unwrap());
+    for writer in [None, Some(no_process())] {
+        let mut arenas = left(Some(arena()), Some(no_process()), writer);
+        arenas.settle();
+        assert!(arenas.kv().is_none() && arenas.ledger.is_none());
+    }
+}
