@@ -329,7 +329,7 @@ impl GatewayTask {
         if let Some(model) = self.model.state.borrow().model() {
             check(&request, &model.info)?;
         }
-        let Request { prompt, sampling, n, max_tokens, stop_ids, on_leave, key, context } = request;
+        let Request { prompt, sampling, n, max_tokens, stop_ids, on_leave, key, idempotency: _, context } = request;
         let id = random_id().map_err(|e| {
             error!(error = %e, "no randomness for a request id");
             Refusal::Closed(Closed::Failed("no randomness for a request id".to_owned()))

@@ -279,7 +279,8 @@ impl Hub {
             ended: false,
         };
         self.logs.insert(request, log);
-        self.send(ticket.connection, ToGateway::Accepted { ticket: ticket.number, request: request.0 });
+        let accepted = ToGateway::Accepted { ticket: ticket.number, request: request.0, repeated: false };
+        self.send(ticket.connection, accepted);
     }
 
     fn refused(&mut self, ticket: &Ticket, error: AdmitError) {
