@@ -123,6 +123,7 @@ pub fn on_leave(on_leave: gateway::OnLeave) -> saved::OnLeave {
     match on_leave {
         gateway::OnLeave::Cancel => saved::OnLeave::Cancel,
         gateway::OnLeave::RunOn => saved::OnLeave::RunOn,
+        gateway::OnLeave::Background => saved::OnLeave::Background,
     }
 }
 

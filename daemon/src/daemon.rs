@@ -53,8 +53,6 @@ pub struct Daemon {
     pub shop: TenantShop,
     /// Tenants and keys on disk.
     pub db: Db,
-    /// The journal's thread.
-    pub recorder: mpsc::Sender<Told>,
     /// Whether what was accepted survives the daemon.
     pub durability: watch::Receiver<Durability>,
     /// Live requests of an earlier daemon, in the order of their admission, until their models are ready.
@@ -424,7 +422,7 @@ impl Daemon {
         if model.engine.send(command).is_err() || tokio::time::timeout(ENGINE_ANSWER, done).await.is_err() {
             warn!(tenant = name, "the engine did not say that a removed tenant's blocks are back");
         }
-        drop(self.recorder.send(Told::Forget(tenant_id)).await);
+        drop(self.shop.recorder.send(Told::Forget(tenant_id)).await);
         Ok(Removed { id: id.0, name, cancelled: live })
     }
 
@@ -505,7 +503,7 @@ impl Daemon {
         let of_model = |kept: &mut Kept| kept.admission.saved.model == model.name;
         let restored: Vec<Kept> = self.restored.extract_if(.., of_model).collect();
         if !restored.is_empty() {
-            tokio::spawn(recorder::readmit(restored, model.engine.clone(), self.recorder.clone()));
+            tokio::spawn(recorder::readmit(restored, model.engine.clone(), self.shop.recorder.clone()));
         }
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use pagedd_core::{RequestId, SamplingParams, TenantId};
 use pagedd_engine::{Command, InboxFull, Submission};
 use pagedd_host::{Identity, Pidfd};
-use pagedd_journal::{Admission, SavedRequest};
+use pagedd_journal::{Admission, Idempotency, SavedRequest};
 use pagedd_wire::gateway::{Answer, Closed, KeyEntry, Query, Refusal, Request, ToDaemon, ToGateway, Welcome};
 use pagedd_wire::worker::ModelInfo;
 use pagedd_wire::{FrameBuffer, FrameError, PROTOCOL, encode};
@@ -28,7 +28,7 @@ use crate::convert;
 use crate::hub::{ConnectionId, Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
-use crate::recorder::unix;
+use crate::recorder::{Claim, Told, unix};
 use crate::template::{Fork, ForkError, Forked};
 use crate::worker::ModelState;
 
@@ -116,6 +116,8 @@ pub struct GatewayTask {
     pub state: watch::Sender<(GatewayState, u32)>,
     /// Delivery.
     pub hub: mpsc::Sender<Message>,
+    /// The journal's thread.
+    pub recorder: mpsc::Sender<Told>,
     /// Answers metrics queries.
     pub exporter: Exporter,
     /// Limits.
@@ -295,10 +297,12 @@ impl GatewayTask {
                 ToDaemon::Hello { protocol } => return Err(format!("a hello of protocol {protocol}")),
                 _ if !*greeted => return Err("a frame before its hello".to_owned()),
                 ToDaemon::Submit { ticket, request } => {
-                    if let Err(refusal) = self.submit(connection, ticket, *request) {
-                        let refused = ToGateway::Refused { ticket, refusal };
-                        outbox.try_send(refused).map_err(|_| "it does not read its answers".to_owned())?;
-                    }
+                    let answer = match self.submit(connection, ticket, *request).await {
+                        Ok(None) => continue,
+                        Ok(Some(made)) => ToGateway::Accepted { ticket, request: made.0, repeated: true },
+                        Err(refusal) => ToGateway::Refused { ticket, refusal },
+                    };
+                    outbox.try_send(answer).map_err(|_| "it does not read its answers".to_owned())?;
                     continue;
                 }
                 ToDaemon::Query { ticket, query } => {
@@ -322,16 +326,54 @@ impl GatewayTask {
         Ok(())
     }
 
-    /// Checks a request and puts it into its engine's inbox.
-    fn submit(&self, connection: ConnectionId, ticket: u64, request: Request) -> Result<(), Refusal> {
-        let facts = self.facts.borrow();
-        if let Some(closed) = self.closed(&facts, &self.model.state.borrow()) {
+    /// Checks a request and puts it into its engine's inbox, unless it was made before under its `Idempotency-Key`: then gives its id.
+    async fn submit(
+        &self,
+        connection: ConnectionId,
+        ticket: u64,
+        request: Request,
+    ) -> Result<Option<RequestId>, Refusal> {
+        if let Some(closed) = self.closed(&self.facts.borrow(), &self.model.state.borrow()) {
             return Err(Refusal::Closed(closed));
         }
         if let Some(model) = self.model.state.borrow().model() {
             check(&request, &model.info)?;
         }
-        let Request { prompt, sampling, n, max_tokens, stop_ids, on_leave, key, context } = request;
+        let idempotency = request.idempotency.map(|made| Idempotency { key: made.key, body: made.body });
+        if let Some(idempotency) = idempotency {
+            let (answer, claim) = oneshot::channel();
+            let told = Told::Claim { tenant: self.tenant, idempotency, answer };
+            drop(self.recorder.send(told).await);
+            match claim.await {
+                Ok(Claim::New) => {}
+                Ok(Claim::Made(request)) => return Ok(Some(request)),
+                Ok(Claim::Conflict) => return Err(Refusal::IdempotencyConflict),
+                Ok(Claim::Busy) => return Err(self.busy()),
+                Err(_) => return Err(Refusal::Closed(Closed::Draining)),
+            }
+        }
+        let put = self.put(connection, ticket, request, idempotency);
+        if let (Err(_), Some(idempotency)) = (&put, idempotency) {
+            drop(self.recorder.send(Told::Unclaim(self.tenant, idempotency)).await);
+        }
+        put.map(|()| None)
+    }
+
+    /// To be tried again soon.
+    fn busy(&self) -> Refusal {
+        Refusal::QueueFull { waiting: self.model.stats.borrow().scheduler.waiting(), retry_after: 1 }
+    }
+
+    /// Puts a checked request into its engine's inbox.
+    fn put(
+        &self,
+        connection: ConnectionId,
+        ticket: u64,
+        request: Request,
+        idempotency: Option<Idempotency>,
+    ) -> Result<(), Refusal> {
+        let Request { prompt, sampling, n, max_tokens, stop_ids, on_leave, key, idempotency: _, context } =
+            request;
         let id = random_id().map_err(|e| {
             error!(error = %e, "no randomness for a request id");
             Refusal::Closed(Closed::Failed("no randomness for a request id".to_owned()))
@@ -348,7 +390,7 @@ impl GatewayTask {
             stop_ids,
             context,
         };
-        let admission = Admission { request: id, tenant: self.tenant, idempotency: None, saved };
+        let admission = Admission { request: id, tenant: self.tenant, idempotency, saved };
         let submission = Submission {
             request: convert::new_request(&admission),
             ticket: Box::new(Ticket {
@@ -361,9 +403,7 @@ impl GatewayTask {
                 saved: admission.saved,
             }),
         };
-        self.model.engine.send(Command::Submit(Box::new(submission))).map_err(|(InboxFull, _)| {
-            Refusal::QueueFull { waiting: self.model.stats.borrow().scheduler.waiting(), retry_after: 1 }
-        })
+        self.model.engine.send(Command::Submit(Box::new(submission))).map_err(|(InboxFull, _)| self.busy())
     }
 
     fn health(&self) -> Answer {

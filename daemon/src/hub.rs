@@ -337,7 +337,7 @@ impl Hub {
         self.logs.insert(request, Log::new(self.number, model, admission));
         self.number += 1;
         fail_point!("before-accepted");
-        self.send(connection, ToGateway::Accepted { ticket, request: request.0 });
+        self.send(connection, ToGateway::Accepted { ticket, request: request.0, repeated: false });
     }
 
     fn refused(&mut self, ticket: &Ticket, error: AdmitError) {

@@ -260,6 +260,7 @@ async fn serve(
         address: config.listen,
         store: store.clone(),
         hub: hub_sender.clone(),
+        recorder: recorder.inbox.clone(),
         exporter,
         limits: GatewayLimits {
             max_body: config.gateway.max_body.0,
@@ -356,7 +357,6 @@ async fn serve(
         unserved,
         shop,
         db: Db::new(db),
-        recorder: recorder.inbox.clone(),
         durability: recorder.durability.clone(),
         restored,
     };

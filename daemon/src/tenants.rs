@@ -30,6 +30,7 @@ use crate::gateway::{GatewayLimits, GatewayState, GatewayTask, Going, TenantFact
 use crate::hub::{Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
+use crate::recorder::Told;
 use crate::worker::ModelState;
 
 /// How long an engine may take to answer an admin command: nobody else is obeyed meanwhile.
@@ -132,6 +133,8 @@ pub struct TenantShop {
     pub store: Arc<FdStore>,
     /// Delivery.
     pub hub: mpsc::Sender<Message>,
+    /// The journal's thread.
+    pub recorder: mpsc::Sender<Told>,
     /// Metrics.
     pub exporter: Exporter,
     /// Limits of every gateway.
@@ -231,6 +234,7 @@ impl TenantShop {
             facts: facts.subscribe(),
             state,
             hub: self.hub.clone(),
+            recorder: self.recorder.clone(),
             exporter: self.exporter.clone(),
             limits: self.limits,
             broken: None,

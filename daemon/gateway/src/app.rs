@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use hyper::body::Incoming;
 use hyper::header::{
-    ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, EXPECT, HeaderName, HeaderValue, RETRY_AFTER,
+    ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, EXPECT, HeaderName, HeaderValue, LOCATION, RETRY_AFTER,
     WWW_AUTHENTICATE,
 };
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
@@ -18,15 +18,19 @@ use pagedd_wire::gateway::{Answer, Query, Welcome};
 use serde::Serialize;
 use tokio::time::timeout;
 
-use crate::admit::{Bodies, Caller, authorize};
+use crate::admit::{Bodies, BodyRoom, Caller, authorize};
 use crate::body::{Body, caught, collect, drain};
-use crate::link::{Link, Phase};
+use crate::headers::{
+    OUR_REQUEST_ID, REPLAY, REQUEST_ID, REQUEST_STATUS, WARNING, idempotency_key, is_json, last_event_id,
+    own_id, resumable,
+};
+use crate::link::{Link, Phase, Taken};
 use crate::metrics::{Metrics, joined};
 use crate::openai::ApiError;
 use crate::openai::error::json;
 use crate::openai::request::{Form, Kind};
 use crate::prepare::{Preparation, Prepared};
-use crate::stream::Delivery;
+use crate::stream::{Delivery, Progress};
 use crate::text::Text;
 
 /// Times and counts that tests shorten.
@@ -38,6 +42,8 @@ pub struct Settings {
     pub keep_alive: Duration,
     /// For an answer of the daemon to a question about health.
     pub health_timeout: Duration,
+    /// For the end of a request that its client cancels.
+    pub cancel_wait: Duration,
     /// From the end of service to the end of the process.
     pub ending: Duration,
     /// Connections beyond the tenant's most that are still told so, and may still ask for health.
@@ -50,6 +56,7 @@ impl Default for Settings {
             body_timeout: Duration::from_mins(2),
             keep_alive: Duration::from_secs(10),
             health_timeout: Duration::from_secs(1),
+            cancel_wait: Duration::from_secs(2),
             ending: Duration::from_millis(1200),
             spare_connections: 32,
         }
@@ -92,6 +99,16 @@ enum Route {
     Generate(Kind),
     Request(RequestId),
     Stream(RequestId),
+    Cancel(RequestId),
+}
+
+/// What is known of a request before its body is read.
+struct Admitted {
+    welcome: Arc<Welcome>,
+    caller: Caller,
+    resumable: bool,
+    idempotency_key: Option<[u8; 32]>,
+    room: BodyRoom,
 }
 
 impl Route {
@@ -113,6 +130,7 @@ impl Route {
             ["v1", "chat", "completions"] => Self::Generate(Kind::Chat),
             ["v1", "requests", request] => Self::Request(id(request)?),
             ["v1", "requests", request, "stream"] => Self::Stream(id(request)?),
+            ["v1", "requests", request, "cancel"] => Self::Cancel(id(request)?),
             _ => return Err(ApiError::no_route()),
         })
     }
@@ -124,7 +142,7 @@ impl Route {
             Self::Models | Self::Model(_) => "models",
             Self::Generate(Kind::Chat) => "chat_completions",
             Self::Generate(Kind::Completion) => "completions",
-            Self::Request(_) | Self::Stream(_) => "requests",
+            Self::Request(_) | Self::Stream(_) | Self::Cancel(_) => "requests",
         }
     }
 
@@ -133,17 +151,11 @@ impl Route {
     }
 }
 
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-const OUR_REQUEST_ID: HeaderName = HeaderName::from_static("pagedd-request-id");
-const RESUMABLE: HeaderName = HeaderName::from_static("pagedd-resumable");
-const WARNING: HeaderName = HeaderName::from_static("pagedd-warning");
-const LAST_EVENT_ID: HeaderName = HeaderName::from_static("last-event-id");
-
 impl App {
     /// Answers a request. Whatever happens, there is an answer.
     pub async fn handle(self: Arc<Self>, request: Request<Incoming>, standing: Standing) -> Response<Body> {
         let start = Instant::now();
-        let echo = request.headers().get(REQUEST_ID).filter(|id| is_sane(id)).cloned();
+        let echo = own_id(request.headers());
         let route = Route::of(request.uri().path());
         let label = route.as_ref().map_or("other", Route::label);
         let answer = match route {
@@ -179,7 +191,7 @@ impl App {
             ));
         }
         let (allowed, is_allowed) = match route {
-            Route::Generate(_) => ("POST", request.method() == Method::POST),
+            Route::Generate(_) | Route::Cancel(_) => ("POST", request.method() == Method::POST),
             _ => ("GET", [Method::GET, Method::HEAD].contains(request.method())),
         };
         if !is_allowed {
@@ -209,7 +221,12 @@ impl App {
             Route::Request(id) => {
                 let (_, caller) = self.admit(request.headers())?;
                 let delivery = Delivery::again(self, id, caller).await?;
-                Ok(with_id(json_answer(StatusCode::OK, delivery.so_far().await?), id))
+                Ok(with_id(progress(delivery.so_far().await?), id))
+            }
+            Route::Cancel(id) => {
+                let (_, caller) = self.admit(request.headers())?;
+                let delivery = Delivery::again(self, id, caller).await?;
+                Ok(with_id(progress(delivery.cancelled(self.settings.cancel_wait).await?), id))
             }
             Route::Stream(id) => {
                 let (_, caller) = self.admit(request.headers())?;
@@ -235,24 +252,32 @@ impl App {
         start: Instant,
     ) -> Result<Response<Body>, ApiError> {
         let (head, body) = request.into_parts();
-        let (welcome, caller, room) = match self.may_generate(&head.headers, &body) {
-            Ok(admitted) => admitted,
-            Err(error) => {
-                // Who waits for "100 Continue" has sent nothing yet, and asking for the rest would make it send.
-                if !head.headers.contains_key(EXPECT) {
-                    drain(body).await;
+        let Admitted { welcome, caller, resumable, idempotency_key, room } =
+            match self.may_generate(&head.headers, &body) {
+                Ok(admitted) => admitted,
+                Err(error) => {
+                    // Who waits for "100 Continue" has sent nothing yet, and asking for the rest would make it send.
+                    if !head.headers.contains_key(EXPECT) {
+                        drain(body).await;
+                    }
+                    return Err(error);
                 }
-                return Err(error);
-            }
-        };
-        let resumable = head.headers.get(RESUMABLE).is_some_and(|value| value == "1");
+            };
         let bytes = collect(body, welcome.max_body, self.settings.body_timeout).await?;
         let ticket = self.link.ticket();
         let text = Arc::clone(&self.text);
         let prepared = off_thread(move || {
             let _room = room;
-            let preparation =
-                Preparation { kind, body: &bytes, welcome: &welcome, text: &text, caller, resumable, ticket };
+            let preparation = Preparation {
+                kind,
+                body: &bytes,
+                welcome: &welcome,
+                text: &text,
+                caller,
+                resumable,
+                idempotency_key,
+                ticket,
+            };
             preparation.run()
         });
         let Prepared { frame, context, warnings } = prepared.await?;
@@ -264,19 +289,23 @@ impl App {
             answered = answer => answered.map_err(|_| ApiError::shutting_down(None))?,
             _ = phases.wait_for(|phase| *phase == Phase::Ending) => return Err(ApiError::shutting_down(None)),
         };
-        let mut reader = answered.map_err(|refusal| ApiError::refused(refusal, kind.prompt_field()))?;
-        reader.own(resumable);
+        let Taken { mut reader, repeated } =
+            answered.map_err(|refusal| ApiError::refused(refusal, kind.prompt_field()))?;
         let id = reader.request();
-        let form = context.form;
-        let response = match (Delivery::first(self, reader, &context, start).await, form) {
-            (Err(error), _) => refuse(&error),
-            (Ok(delivery), Form::Stream { .. }) => event_stream(delivery.stream()),
-            (Ok(delivery), Form::Whole) => match delivery.whole().await {
-                Ok(body) => json_answer(StatusCode::OK, body),
-                Err(error) => refuse(&error),
-            },
+        let delivery = if repeated {
+            Delivery::repeated(self, reader, caller).await
+        } else {
+            reader.own(context.resumable);
+            Delivery::first(self, reader, &context, start).await
         };
-        let mut response = with_id(response, id);
+        let answered = match delivery {
+            Ok(delivery) => answer_of(delivery, id).await,
+            Err(error) => Err(error),
+        };
+        let mut response = with_id(answered.unwrap_or_else(|error| refuse(&error)), id);
+        if repeated {
+            response.headers_mut().insert(REPLAY, HeaderValue::from_static("true"));
+        }
         for warning in warnings {
             if let Ok(warning) = HeaderValue::from_str(&warning) {
                 response.headers_mut().append(WARNING, warning);
@@ -286,11 +315,7 @@ impl App {
     }
 
     /// What can be said before the body is read.
-    fn may_generate(
-        &self,
-        headers: &HeaderMap,
-        body: &Incoming,
-    ) -> Result<(Arc<Welcome>, Caller, crate::admit::BodyRoom), ApiError> {
+    fn may_generate(&self, headers: &HeaderMap, body: &Incoming) -> Result<Admitted, ApiError> {
         let (welcome, caller) = self.admit(headers)?;
         match self.link.phase() {
             Phase::Serving => {}
@@ -303,12 +328,14 @@ impl App {
         if headers.get(CONTENT_TYPE).is_some_and(|kind| !is_json(kind)) {
             return Err(ApiError::media_type());
         }
+        let resumable = resumable(headers)?;
+        let idempotency_key = idempotency_key(headers, caller)?;
         let size = hyper::body::Body::size_hint(body);
         if size.lower() > welcome.max_body {
             return Err(ApiError::too_large(welcome.max_body));
         }
         let room = self.bodies.room(size.exact().unwrap_or(welcome.max_body), welcome.max_body)?;
-        Ok((welcome, caller, room))
+        Ok(Admitted { welcome, caller, resumable, idempotency_key, room })
     }
 
     async fn health(&self) -> Result<Health, ApiError> {
@@ -351,6 +378,26 @@ impl App {
         match timeout(self.settings.health_timeout, answer).await {
             Ok(Ok(answer)) => Ok(answer),
             Ok(Err(_)) | Err(_) => Err(silent()),
+        }
+    }
+}
+
+/// What the client of a request that was taken gets, in the form that it asked for.
+async fn answer_of(delivery: Delivery, id: RequestId) -> Result<Response<Body>, ApiError> {
+    match delivery.form() {
+        Form::Stream { .. } => Ok(event_stream(delivery.stream())),
+        Form::Whole => Ok(json_answer(StatusCode::OK, delivery.whole().await?)),
+        Form::Background => {
+            let so_far = delivery.so_far().await?;
+            let ended = so_far.status.is_final();
+            let mut response = progress(so_far);
+            if !ended {
+                *response.status_mut() = StatusCode::ACCEPTED;
+            }
+            if let Ok(location) = HeaderValue::from_str(&format!("/v1/requests/{id}")) {
+                response.headers_mut().insert(LOCATION, location);
+            }
+            Ok(response)
         }
     }
 }
@@ -414,28 +461,6 @@ impl<'a> WireModel<'a> {
     }
 }
 
-/// A client's own id is echoed where it is short and printable.
-fn is_sane(id: &HeaderValue) -> bool {
-    let bytes = id.as_bytes();
-    (1..=128).contains(&bytes.len()) && bytes.iter().all(u8::is_ascii_graphic)
-}
-
-fn is_json(kind: &HeaderValue) -> bool {
-    let Ok(kind) = kind.to_str() else { return false };
-    let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-    kind == "application/json" || (kind.starts_with("application/") && kind.ends_with("+json"))
-}
-
-fn last_event_id(headers: &HeaderMap) -> Result<u64, ApiError> {
-    let Some(id) = headers.get(LAST_EVENT_ID) else { return Ok(0) };
-    id.to_str().ok().and_then(|id| if id.is_empty() { Some(0) } else { id.parse().ok() }).ok_or_else(|| {
-        ApiError::value(
-            "Last-Event-ID",
-            "the header `Last-Event-ID` must be an id of this request's stream, a number",
-        )
-    })
-}
-
 fn response(status: StatusCode, kind: &'static str, body: Body) -> Response<Body> {
     let mut response = Response::new(body);
     *response.status_mut() = status;
@@ -449,6 +474,14 @@ fn text(body: impl Into<Bytes>) -> Response<Body> {
 
 fn json_answer(status: StatusCode, body: Bytes) -> Response<Body> {
     response(status, "application/json", Body::whole(body))
+}
+
+/// How far a request has come. It may come further: nobody is to keep it.
+fn progress(Progress { status, body }: Progress) -> Response<Body> {
+    let mut response = json_answer(StatusCode::OK, body);
+    response.headers_mut().insert(REQUEST_STATUS, HeaderValue::from_static(status.as_str()));
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
 }
 
 fn event_stream(body: Body) -> Response<Body> {
@@ -500,24 +533,12 @@ mod tests {
             ("/v1/chat/completions", Route::Generate(Kind::Chat)),
             ("/v1/requests/12121212121212121212121212121212", Route::Request(id)),
             ("/v1/requests/chatcmpl-12121212121212121212121212121212/stream", Route::Stream(id)),
+            ("/v1/requests/cmpl-12121212121212121212121212121212/cancel", Route::Cancel(id)),
         ] {
             assert_eq!(Route::of(path), Ok(route), "{path}");
         }
         for path in ["/", "/v1", "/v1/completions/", "/v1/requests/12", "/livez/x"] {
             assert_eq!(Route::of(path).unwrap_err().status, 404, "{path}");
-        }
-    }
-
-    #[test]
-    fn content_types_of_json_are_told_from_others() {
-        for (kind, json) in [
-            ("application/json", true),
-            ("Application/JSON; charset=utf-8", true),
-            ("application/problem+json", true),
-            ("text/plain", false),
-            ("application/x-www-form-urlencoded", false),
-        ] {
-            assert_eq!(is_json(&HeaderValue::from_static(kind)), json, "{kind}");
         }
     }
 }

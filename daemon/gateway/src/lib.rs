@@ -3,8 +3,8 @@
 //! **Owns** all that is text: JSON, chat templates, tokens to characters, server-sent events. **Never** schedules, stores, or
 //! believes what a client says about who it is.
 //!
-//! A request's way, file by file: [`serve`] accepts, [`connection`] times, [`app`] routes, [`admit`] checks the key, [`body`]
-//! reads, [`openai`] understands, [`prepare`] tokenises, [`link`] submits and reads the [`log`], [`render`] makes events of its
+//! A request's way, file by file: [`serve`] accepts, [`connection`] times, [`app`] routes, [`admit`] checks the key, [`headers`]
+//! and [`body`] read, [`openai`] understands, [`prepare`] tokenises, [`link`] submits and reads the [`log`], [`render`] makes events of its
 //! entries ([`detok`], [`stop`]), and [`stream`] sends them. [`template`] is the process from which gateways are forked.
 
 pub mod admit;
@@ -12,6 +12,7 @@ pub mod app;
 pub mod body;
 pub mod connection;
 pub mod detok;
+pub mod headers;
 pub mod link;
 pub mod log;
 pub mod metrics;

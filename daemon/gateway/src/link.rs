@@ -50,8 +50,18 @@ pub struct Link {
 
 #[derive(Debug)]
 enum Question {
-    Submit(oneshot::Sender<Result<Reader, Refusal>>),
+    Submit(oneshot::Sender<Result<Taken, Refusal>>),
     Query(oneshot::Sender<Answer>),
+}
+
+/// A request that the daemon took.
+#[derive(Debug)]
+pub struct Taken {
+    /// Its log. It is cancelled with its reader, unless it is a repeated one.
+    pub reader: Reader,
+    /// It is an earlier request with the same `Idempotency-Key`; the reader only looks on, until the client is known to be the
+    /// one that made it.
+    pub repeated: bool,
 }
 
 /// A log and its readers.
@@ -63,6 +73,13 @@ struct OpenLog {
     /// Readers on whose behalf the request is computed.
     owners: u32,
     cancelled: bool,
+}
+
+impl OpenLog {
+    /// The daemon has not said that it ended, or that there is none.
+    fn is_running(&self) -> bool {
+        matches!(self.log.mark(), Mark::Asked | Mark::Open { .. })
+    }
 }
 
 /// On whose behalf a log is read.
@@ -142,7 +159,9 @@ impl Link {
             ToGateway::Welcome(welcome) => {
                 self.welcome.send_replace(Some(Arc::from(welcome)));
             }
-            ToGateway::Accepted { ticket, request } => self.accepted(ticket, RequestId(request)),
+            ToGateway::Accepted { ticket, request, repeated } => {
+                self.accepted(ticket, RequestId(request), repeated);
+            }
             ToGateway::Refused { ticket, refusal } => {
                 if let Some(Question::Submit(answer)) = self.answered(ticket) {
                     // A client that left does not want its answer.
@@ -185,16 +204,20 @@ impl Link {
         }
     }
 
-    fn accepted(self: &Arc<Self>, ticket: u64, request: RequestId) {
+    fn accepted(self: &Arc<Self>, ticket: u64, request: RequestId, repeated: bool) {
         let Some(Question::Submit(answer)) = self.answered(ticket) else {
-            // Nobody asked: nobody will read it.
-            self.tell(&ToDaemon::Cancel { request: request.0 });
+            // Nobody asked: nobody will read it. One that was there before is somebody else's.
+            if !repeated {
+                self.tell(&ToDaemon::Cancel { request: request.0 });
+            }
             return;
         };
         let mut reader = self.open(request);
-        // Not resumable yet: a client that leaves before it has seen the id cannot come back.
-        reader.own(false);
-        if answer.send(Ok(reader)).is_err() {
+        if !repeated {
+            // Not resumable yet: a client that leaves before it has seen the id cannot come back.
+            reader.own(false);
+        }
+        if answer.send(Ok(Taken { reader, repeated })).is_err() {
             debug!(%request, "the client left before its request was accepted");
         }
     }
@@ -229,7 +252,7 @@ impl Link {
         self.tickets.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Sends an encoded `Submit` with this ticket. The receiver gets the request's reader, or why there is none; it gets
+    /// Sends an encoded `Submit` with this ticket. The receiver gets the request, or why there is none; it gets
     /// nothing where the connection ends before.
     ///
     /// # Errors
@@ -238,7 +261,7 @@ impl Link {
         &self,
         ticket: u64,
         frame: Vec<u8>,
-    ) -> Result<oneshot::Receiver<Result<Reader, Refusal>>, OutboxFull> {
+    ) -> Result<oneshot::Receiver<Result<Taken, Refusal>>, OutboxFull> {
         let (answer, receiver) = oneshot::channel();
         self.ask(ticket, Question::Submit(answer), frame)?;
         Ok(receiver)
@@ -301,21 +324,31 @@ impl Link {
         }
     }
 
-    /// A reader goes.
+    fn cancel(&self, request: RequestId) {
+        if let Some(open) = lock(&self.logs).get_mut(&request)
+            && !open.cancelled
+            && open.is_running()
+        {
+            open.cancelled = true;
+            self.tell(&ToDaemon::Cancel { request: request.0 });
+        }
+    }
+
+    /// A reader goes. At the end of this process it goes without a word: the request runs on, and its client may come back.
     fn leave(&self, request: RequestId, role: Role) {
         let mut logs = lock(&self.logs);
         let Some(open) = logs.get_mut(&request) else { return };
         open.readers -= 1;
-        let ended = !matches!(open.log.mark(), Mark::Asked | Mark::Open { .. });
+        let speaks = open.is_running() && self.phase() != Phase::Ending;
         if let Role::Owner { resumable } = role {
             open.owners -= 1;
-            if open.owners == 0 && !resumable && !ended && !open.cancelled && self.phase() != Phase::Ending {
+            if open.owners == 0 && !resumable && speaks && !open.cancelled {
                 open.cancelled = true;
                 self.tell(&ToDaemon::Cancel { request: request.0 });
             }
         }
         if open.readers == 0 {
-            if !ended && !open.cancelled && self.phase() != Phase::Ending {
+            if speaks && !open.cancelled {
                 self.tell(&ToDaemon::Detach { request: request.0 });
             }
             logs.remove(&request);
@@ -381,7 +414,6 @@ impl Reader {
     /// # Errors
     /// [`Gone`].
     pub async fn attached(&mut self) -> Result<Arc<Attached>, Gone> {
-        let mut phases = self.link.phases();
         loop {
             if let Some(attached) = self.log.attached() {
                 return Ok(attached);
@@ -389,10 +421,7 @@ impl Reader {
             if *self.marks.borrow_and_update() == Mark::NotFound {
                 return Err(Gone::NotFound);
             }
-            tokio::select! {
-                changed = self.marks.changed() => changed.map_err(|_| Gone::Ending)?,
-                _ = phases.wait_for(|phase| *phase == Phase::Ending) => return Err(Gone::Ending),
-            }
+            self.changed().await?;
         }
     }
 
@@ -402,7 +431,6 @@ impl Reader {
     /// [`Gone`].
     pub async fn next(&mut self, limit: u64) -> Result<Vec<Entry>, Gone> {
         let limit = usize::try_from(limit).unwrap_or(usize::MAX).min(BATCH);
-        let mut phases = self.link.phases();
         loop {
             let mark = *self.marks.borrow_and_update();
             let entries = self.log.read(self.position, limit);
@@ -414,10 +442,33 @@ impl Reader {
                 Mark::Ended { .. } | Mark::NotFound => return Err(Gone::NotFound),
                 Mark::Asked | Mark::Open { .. } => {}
             }
-            tokio::select! {
-                changed = self.marks.changed() => changed.map_err(|_| Gone::Ending)?,
-                _ = phases.wait_for(|phase| *phase == Phase::Ending) => return Err(Gone::Ending),
+            self.changed().await?;
+        }
+    }
+
+    /// Waits for the log's end.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    pub async fn ended(&mut self) -> Result<(), Gone> {
+        loop {
+            match *self.marks.borrow_and_update() {
+                Mark::Ended { .. } => return Ok(()),
+                Mark::NotFound => return Err(Gone::NotFound),
+                Mark::Asked | Mark::Open { .. } => {}
             }
+            self.changed().await?;
+        }
+    }
+
+    /// Waits until the log has come further than when its mark was looked at last.
+    async fn changed(&mut self) -> Result<(), Gone> {
+        let mut phases = self.link.phases();
+        tokio::select! {
+            // What has come counts, also at the end: who is told to go on later is told from where.
+            biased;
+            changed = self.marks.changed() => changed.map_err(|_| Gone::Ending),
+            _ = phases.wait_for(|phase| *phase == Phase::Ending) => Err(Gone::Ending),
         }
     }
 
@@ -437,6 +488,11 @@ impl Reader {
         self.log.attached().map_or(here, |attached| attached.entries.max(here))
     }
 
+    /// The request is to end, whoever reads it. Once is enough; of one that has ended it changes nothing.
+    pub fn cancel(&self) {
+        self.link.cancel(self.log.id());
+    }
+
     /// A choice is complete before the engine knows.
     pub fn stop(&self, choice: u32) {
         if !matches!(self.log.mark(), Mark::Ended { .. }) {
@@ -450,3 +506,6 @@ impl Drop for Reader {
         self.link.leave(self.log.id(), self.role);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,12 +4,13 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use pagedd_wire::gateway::{OnLeave, Request, ToDaemon, Welcome};
+use pagedd_wire::gateway::{Idempotency, OnLeave, Request, ToDaemon, Welcome};
 use pagedd_wire::{FrameError, Sampling, encode};
+use sha2::{Digest as _, Sha256};
 
 use crate::admit::Caller;
 use crate::openai::ApiError;
-use crate::openai::request::{Bounds, Input, Kind, ValidRequest, parse};
+use crate::openai::request::{Bounds, Form, Input, Kind, ValidRequest, parse};
 use crate::render::Context;
 use crate::text::{ChatError, Text};
 
@@ -31,6 +32,8 @@ pub struct Preparation<'a> {
     pub caller: Caller,
     /// It runs on when its client leaves.
     pub resumable: bool,
+    /// Digest of its `Idempotency-Key`.
+    pub idempotency_key: Option<[u8; 32]>,
     /// The number of the question to the daemon.
     pub ticket: u64,
 }
@@ -60,13 +63,19 @@ impl Preparation<'_> {
             Some(seed) => seed,
             None => random()?,
         };
+        let resumable = self.resumable || request.background;
+        let on_leave = match request.form {
+            Form::Background => OnLeave::Background,
+            Form::Whole | Form::Stream { .. } if resumable => OnLeave::RunOn,
+            Form::Whole | Form::Stream { .. } => OnLeave::Cancel,
+        };
         let context = Context {
             kind: self.kind,
             model: self.welcome.model.clone(),
             stop: request.stop,
             ignore_eos: request.ignore_eos,
             form: request.form,
-            resumable: self.resumable,
+            resumable,
         };
         let unwritable = |_| ApiError::internal("the request cannot be written for the daemon");
         let submit = ToDaemon::Submit {
@@ -83,8 +92,9 @@ impl Preparation<'_> {
                 n: request.n,
                 max_tokens,
                 stop_ids: if request.ignore_eos { Vec::new() } else { self.text.stop_ids() },
-                on_leave: if self.resumable { OnLeave::RunOn } else { OnLeave::Cancel },
+                on_leave,
                 key: self.caller.key,
+                idempotency: self.idempotency_key.map(|key| Idempotency { key, body: self.body_digest() }),
                 context: context.encode().map_err(unwritable)?,
             }),
         };
@@ -95,6 +105,13 @@ impl Preparation<'_> {
             }
         })?;
         Ok(Prepared { frame, context, warnings: request.warnings })
+    }
+
+    /// Of the path and the body as it came: two bodies that differ in a blank only count as different, and none that differs in
+    /// meaning counts as the same.
+    fn body_digest(&self) -> [u8; 32] {
+        let digest = Sha256::new().chain_update(self.kind.path()).chain_update([0]).chain_update(self.body);
+        digest.finalize().into()
     }
 
     fn prompt(&self, request: &ValidRequest) -> Result<Vec<u32>, ApiError> {

@@ -1,14 +1,38 @@
-//! Delivery of one request's answer: as events, as a whole, or again.
+//! Delivery of one request's answer: as events, as a whole, as far as it has come, or again.
 //!
 //! **Owns** the pace of one client. **Never** sends an event before the one with the id before it.
+//!
+//! # How an answer is found again
+//!
+//! `GET /v1/requests/{id}/stream` gives the events after the one named by `Last-Event-ID`, those of all choices, whatever form was
+//! asked for at first. It waits where the request runs, also for a client that is ahead (after a power cut), and refuses an id
+//! beyond the end of a request that has ended.
+//!
+//! `GET /v1/requests/{id}` gives, once the answer is whole, byte for byte what its endpoint gives for a request without `stream`.
+//! Until then, and where there will be no whole answer, it gives
+//!
+//! ```json
+//! {"id": "chatcmpl-…", "object": "request", "status": "in_progress", "created": 1700000001, "model": "tiny",
+//!  "choices": [{"index": 0, "message": {"role": "assistant", "content": "so f", "refusal": null},
+//!               "logprobs": null, "finish_reason": null}],
+//!  "prompt_tokens": 9, "completion_tokens": 4, "last_event_id": 4, "error": null}
+//! ```
+//!
+//! - `status` is `queued` (no token yet), `in_progress`, `cancelled` or `failed`; the header `pagedd-request-status` says the same,
+//!   and `completed` of a whole answer. The words are those of OpenAI's Responses API.
+//! - `choices` are shaped as the endpoint shapes them (`text` instead of `message` for a completion), with the text so far.
+//! - `last_event_id`: the stream after it has exactly what `choices` lack.
+//! - `error` is an error object where the status is `cancelled` or `failed`, else `null`.
+//!
+//! `POST /v1/requests/{id}/cancel` gives the same after the request has ended, which a cancel makes happen within a step; it may be
+//! repeated, and changes nothing of a request that has ended.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use pagedd_core::RequestId;
 use pagedd_wire::gateway::Entry;
-use serde::Serialize;
 use tokio::time::timeout;
 
 use crate::admit::Caller;
@@ -18,10 +42,9 @@ use crate::link::{Gone, Reader};
 use crate::log::Attached;
 use crate::metrics::Stopwatch;
 use crate::openai::ApiError;
-use crate::openai::answer::{Answer, DONE, Head, KEEP_ALIVE, body_id, push_event};
-use crate::openai::error::json;
+use crate::openai::answer::{Answer, DONE, Head, KEEP_ALIVE, Status, body_id, broken, push_event};
 use crate::openai::request::Form;
-use crate::render::{Context, Event, Renderer, Step};
+use crate::render::{Broken, Context, Event, Renderer, Step};
 
 /// A request whose answer is on its way.
 #[derive(Debug)]
@@ -29,11 +52,21 @@ pub struct Delivery {
     app: Arc<App>,
     reader: Reader,
     head: Head,
+    form: Form,
     resumable: bool,
     n: u32,
     renderer: Renderer,
     /// `None` where the answer is read again.
     watch: Option<Stopwatch>,
+}
+
+/// How far a request has come.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Progress {
+    /// In a word.
+    pub status: Status,
+    /// The body of the answer to who asks.
+    pub body: Bytes,
 }
 
 impl Delivery {
@@ -58,8 +91,21 @@ impl Delivery {
     /// # Errors
     /// 404 where it is not this caller's.
     pub async fn again(app: &Arc<App>, request: RequestId, caller: Caller) -> Result<Self, ApiError> {
-        let mut reader = app.link.open(request);
-        let attached = reader.attached().await.map_err(|gone| broken_off(gone, request))?;
+        Self::found(app, app.link.open(request), caller).await
+    }
+
+    /// Of a request made earlier that this caller made again, and waits for as for the first.
+    ///
+    /// # Errors
+    /// 404 where it is not this caller's, or not there any more.
+    pub async fn repeated(app: &Arc<App>, reader: Reader, caller: Caller) -> Result<Self, ApiError> {
+        let mut delivery = Self::found(app, reader, caller).await?;
+        delivery.reader.own(delivery.resumable);
+        Ok(delivery)
+    }
+
+    async fn found(app: &Arc<App>, mut reader: Reader, caller: Caller) -> Result<Self, ApiError> {
+        let attached = reader.attached().await.map_err(|gone| broken_off(gone, reader.request()))?;
         if caller.key != attached.key {
             return Err(ApiError::no_request());
         }
@@ -81,11 +127,18 @@ impl Delivery {
             app: Arc::clone(app),
             reader,
             head,
+            form: context.form,
             resumable: context.resumable,
             n: attached.n,
             renderer,
             watch: None,
         }
+    }
+
+    /// The form that was asked for at first.
+    #[must_use]
+    pub fn form(&self) -> Form {
+        self.form
     }
 
     /// The whole answer, once it is there.
@@ -120,47 +173,66 @@ impl Delivery {
         while self.renderer.consumed() < after {
             match self.advance(after - self.renderer.consumed()).await {
                 Ok(_) => {}
-                Err(Gone::NotFound) if self.renderer.consumed() > 0 => {
+                Err(Gone::NotFound) if self.reader.is_at_end() => {
                     let last = self.renderer.consumed();
                     let message = format!(
                         "the header `Last-Event-ID` is {after}, and the stream of this request ended with {last}"
                     );
                     return Err(ApiError::value("Last-Event-ID", message));
                 }
-                Err(gone) => return Err(broken_off(gone, self.reader.request())),
+                Err(gone) => return Err(stream_broken_off(gone, self.reader.request(), after)),
             }
         }
         Ok(self.stream())
     }
 
+    /// Ends the request, and tells how far it came; where it does not end within `wait`, how far it has come.
+    ///
+    /// # Errors
+    /// The process ends before.
+    pub async fn cancelled(mut self, wait: Duration) -> Result<Progress, ApiError> {
+        self.reader.cancel();
+        match timeout(wait, self.reader.ended()).await {
+            Ok(Err(gone)) => Err(broken_off(gone, self.reader.request())),
+            Ok(Ok(())) | Err(_) => self.so_far().await,
+        }
+    }
+
     /// The whole answer if it is there, else how far it has come.
     ///
     /// # Errors
-    /// It was cancelled, failed, or the process ends before.
-    pub async fn so_far(mut self) -> Result<Bytes, ApiError> {
+    /// The process ends before.
+    pub async fn so_far(mut self) -> Result<Progress, ApiError> {
         let mut answer = Answer::new(self.n, self.renderer.usage());
+        let (mut ended, mut why) = (false, None);
         let known = self.reader.known();
         while self.renderer.consumed() < known {
             let left = known - self.renderer.consumed();
             let steps = self.advance(left).await.map_err(|gone| broken_off(gone, self.reader.request()))?;
             for event in steps.into_iter().filter_map(|step| step.event) {
-                if answer.add(event)? {
-                    return Ok(self.head.answer(&answer));
+                match event {
+                    Event::Broken { why: first, .. } => why = why.or(Some(first)),
+                    Event::Delta { .. } | Event::End(_) => ended |= answer.add(event)?,
                 }
             }
         }
-        let usage = self.renderer.usage();
-        Ok(json(&Status {
-            id: &self.head.id,
-            object: "request",
-            status: if usage.completion == 0 { "waiting" } else { "running" },
-            created: self.head.created,
-            model: &self.head.model,
-            n: self.n,
-            prompt_tokens: usage.prompt,
-            completion_tokens: usage.completion,
-            last_event_id: self.renderer.consumed(),
-        }))
+        answer.usage = self.renderer.usage();
+        let consumed = self.renderer.consumed();
+        let status = match (ended, why) {
+            (true, None) => Status::Completed,
+            (true, Some(Broken::Cancelled)) => Status::Cancelled,
+            (true, Some(Broken::Failed)) => Status::Failed,
+            (false, _) if consumed == 0 => Status::Queued,
+            (false, _) => Status::InProgress,
+        };
+        let error = why.filter(|_| ended).map(broken);
+        let body = match status {
+            Status::Completed => self.head.answer(&answer),
+            Status::Queued | Status::InProgress | Status::Cancelled | Status::Failed => {
+                self.head.state(&answer, status, consumed, error.as_ref())
+            }
+        };
+        Ok(Progress { status, body })
     }
 
     /// Reads at most `limit` entries and renders them. Nothing is lost where this is not waited for.
@@ -215,12 +287,7 @@ impl Delivery {
                 }
                 Ok(Err(gone)) => {
                     let request = self.reader.request();
-                    let error = match gone {
-                        Gone::NotFound => ApiError::no_request(),
-                        Gone::Ending => ApiError::shutting_down(Some(format!(
-                            "go on with GET /v1/requests/{request}/stream and the header Last-Event-ID: {last}"
-                        ))),
-                    };
+                    let error = stream_broken_off(gone, request, last);
                     push_event(&mut part, None, &error.to_json());
                     done = true;
                 }
@@ -240,16 +307,12 @@ fn broken_off(gone: Gone, request: RequestId) -> ApiError {
     }
 }
 
-#[derive(Serialize)]
-#[allow(clippy::struct_field_names)] // the key's name in the answer
-struct Status<'a> {
-    id: &'a str,
-    object: &'static str,
-    status: &'static str,
-    created: u64,
-    model: &'a str,
-    n: u32,
-    prompt_tokens: u64,
-    completion_tokens: u64,
-    last_event_id: u64,
+/// Why the events after `last` do not come here.
+fn stream_broken_off(gone: Gone, request: RequestId, last: u64) -> ApiError {
+    match gone {
+        Gone::NotFound => ApiError::no_request(),
+        Gone::Ending => ApiError::shutting_down(Some(format!(
+            "go on with GET /v1/requests/{request}/stream and the header Last-Event-ID: {last}"
+        ))),
+    }
 }

@@ -56,7 +56,7 @@ fn a_client_that_leaves_before_its_request_is_accepted_cancels_it_once_it_is() {
         })
     });
     drop(stream);
-    server.daemon.send(&ToGateway::Accepted { ticket, request: [9; 16] });
+    server.daemon.send(&ToGateway::Accepted { ticket, request: [9; 16], repeated: false });
     assert_eq!(server.daemon.wait_cancel(), [9; 16]);
 }
 
@@ -324,7 +324,7 @@ fn a_request_that_runs_has_a_status_and_a_stream_that_waits() {
     let path = format!("/v1/requests/{}", first.header("pagedd-request-id").unwrap());
     drop(first);
     let status = get(server.address, &path).json();
-    assert_eq!((&status["status"], &status["last_event_id"]), (&"running".into(), &2.into()));
+    assert_eq!((&status["status"], &status["last_event_id"]), (&"in_progress".into(), &2.into()));
     assert_eq!(status["completion_tokens"], 2);
     let waiting = {
         let (address, path) = (server.address, format!("{path}/stream"));
@@ -391,8 +391,10 @@ fn bug_35_open_streams_say_how_to_go_on_and_do_not_hold_up_the_end() {
     );
     assert!(!last.contains("[DONE]"));
     let whole = read_head(whole).finish();
-    assert_eq!(whole.error().2, "shutting_down");
-    assert!(whole.header("pagedd-request-id").is_some());
+    assert_eq!((whole.error().0, whole.error().2.as_str()), (503, "shutting_down"));
+    assert_eq!(whole.header("retry-after"), Some("1"));
+    let id = whole.header("pagedd-request-id").unwrap();
+    assert!(whole.body.contains(&format!("GET /v1/requests/{id}")), "{}", whole.body);
     drop(idle);
     let took = server.join();
     assert!(took < Duration::from_secs(2), "{took:?}");

@@ -94,6 +94,8 @@ impl FrameBuffer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Sampling;
+    use crate::gateway::{Idempotency, OnLeave, Refusal, Request, ToDaemon, ToGateway};
     use proptest::prelude::*;
 
     proptest! {
@@ -118,10 +120,40 @@ mod tests {
         fn no_bytes_make_a_reader_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let mut buffer = FrameBuffer::new();
             buffer.push(&bytes);
-            while let Ok(Some(_)) = buffer.next_frame::<crate::gateway::ToDaemon>() {}
+            while let Ok(Some(_)) = buffer.next_frame::<ToDaemon>() {}
+            let mut buffer = FrameBuffer::new();
+            buffer.push(&bytes);
+            while let Ok(Some(_)) = buffer.next_frame::<ToGateway>() {}
             let mut buffer = FrameBuffer::new();
             buffer.push(&bytes);
             while let Ok(Some(_)) = buffer.next_frame::<crate::worker::FromWorker>() {}
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_submission_and_its_answers_come_out_as_they_went_in(
+            prompt in prop::collection::vec(any::<u32>(), 0..50),
+            digests in any::<Option<([u8; 32], [u8; 32])>>(),
+            on_leave in prop::sample::select(&[OnLeave::Cancel, OnLeave::RunOn, OnLeave::Background][..]),
+            (ticket, id, repeated) in any::<(u64, [u8; 16], bool)>(),
+        ) {
+            let sampling = Sampling { temperature: 0.5, top_p: 1.0, top_k: None, seed: ticket, logprobs: None };
+            let idempotency = digests.map(|(key, body)| Idempotency { key, body });
+            let (stop_ids, context) = (vec![2], vec![1, 2, 3]);
+            let request =
+                Request { prompt, sampling, n: 1, max_tokens: 5, stop_ids, on_leave, key: None, idempotency, context };
+            let submit = ToDaemon::Submit { ticket, request: Box::new(request) };
+            let mut buffer = FrameBuffer::new();
+            buffer.push(&encode(&submit).unwrap());
+            prop_assert_eq!(buffer.next_frame().unwrap(), Some(submit));
+            for answer in [
+                ToGateway::Accepted { ticket, request: id, repeated },
+                ToGateway::Refused { ticket, refusal: Refusal::IdempotencyConflict },
+            ] {
+                buffer.push(&encode(&answer).unwrap());
+                prop_assert_eq!(buffer.next_frame().unwrap(), Some(answer));
+            }
         }
     }
 

@@ -86,17 +86,32 @@ pub struct Request {
     pub on_leave: OnLeave,
     /// The key that made it; see [`KeyEntry`].
     pub key: Option<u32>,
+    /// Under what its client asks for it again (`Idempotency-Key`). `None` makes a new request in any case.
+    pub idempotency: Option<Idempotency>,
     /// What the gateway needs to render the answer again: its own encoding, opaque to the daemon.
     pub context: Vec<u8>,
+}
+
+/// An `Idempotency-Key`, and what it was sent with. Both are SHA-256 digests: neither a client's key nor its text is kept for it.
+///
+/// The gateway digests what the client sent, before it drew a seed or a default: a repeated request has the same digests.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Idempotency {
+    /// Of the caller and its key: two API keys of a tenant never meet in one.
+    pub key: [u8; 32],
+    /// Of the path and the bytes of the body.
+    pub body: [u8; 32],
 }
 
 /// What happens when the client leaves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum OnLeave {
-    /// The gateway cancels.
+    /// The gateway cancels; the daemon does where nobody attaches again in time.
     Cancel,
     /// The request runs on and can be attached again (`pagedd-resumable: 1`).
     RunOn,
+    /// It was answered at once, and nobody is expected to read along: never cancelled for want of a reader.
+    Background,
 }
 
 /// From the daemon.
@@ -110,6 +125,8 @@ pub enum ToGateway {
         ticket: u64,
         /// Its id. The gateway attaches next.
         request: RequestId,
+        /// Nothing was admitted: this is the request that the same [`Idempotency`] made before. It may run still, or have ended.
+        repeated: bool,
     },
     /// Not admitted; nothing was kept.
     Refused {
@@ -245,6 +262,8 @@ pub enum Refusal {
     },
     /// 503.
     Closed(Closed),
+    /// 422: the same [`Idempotency::key`] came with another [`Idempotency::body`] before.
+    IdempotencyConflict,
 }
 
 /// New entries of one request: `[from, from + entries.len())` of its log.

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use pagedd_core::RequestId;
 use serde::Serialize;
 
-use super::error::{ApiError, json};
+use super::error::{self, ApiError, json};
 use super::request::Kind;
 use crate::render::{Broken, Event, Reason, Usage};
 
@@ -112,6 +112,29 @@ struct MessageChoice<'a> {
     finish_reason: Option<&'static str>,
 }
 
+/// A choice of a whole answer.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum WholeChoice<'a> {
+    Message(MessageChoice<'a>),
+    Text(TextChoice<'a>),
+}
+
+/// A request that has no whole answer.
+#[derive(Serialize)]
+struct State<'a> {
+    id: &'a str,
+    object: &'static str,
+    status: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: &'a [WholeChoice<'a>],
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    last_event_id: u64,
+    error: Option<error::Object<'a>>,
+}
+
 #[derive(Serialize)]
 struct Message<'a> {
     role: &'static str,
@@ -171,37 +194,100 @@ impl Head {
     /// A whole answer.
     #[must_use]
     pub fn answer(&self, answer: &Answer) -> Bytes {
-        let ended = |choice: &Choice| choice.finish.map(Reason::as_str);
-        let numbered = || (0..).zip(&answer.choices);
         let usage = Some(UsageField::Total(answer.usage.into()));
-        match self.kind {
-            Kind::Chat => {
-                let choices: Vec<MessageChoice<'_>> = numbered()
-                    .map(|(index, choice)| MessageChoice {
+        let object = match self.kind {
+            Kind::Chat => "chat.completion",
+            Kind::Completion => "text_completion",
+        };
+        self.envelope(object, &self.choices(answer), usage)
+    }
+
+    /// What there is of an answer that is not, or will never be, whole: `error` says why. `last_event_id` is that of the stream's
+    /// last event in it.
+    #[must_use]
+    pub fn state(
+        &self,
+        answer: &Answer,
+        status: Status,
+        last_event_id: u64,
+        error: Option<&ApiError>,
+    ) -> Bytes {
+        json(&State {
+            id: &self.id,
+            object: "request",
+            status: status.as_str(),
+            created: self.created,
+            model: &self.model,
+            choices: &self.choices(answer),
+            prompt_tokens: answer.usage.prompt,
+            completion_tokens: answer.usage.completion,
+            last_event_id,
+            error: error.map(ApiError::object),
+        })
+    }
+
+    fn choices<'a>(&self, answer: &'a Answer) -> Vec<WholeChoice<'a>> {
+        (0..)
+            .zip(&answer.choices)
+            .map(|(index, Choice { text, finish })| {
+                let finish_reason = finish.map(Reason::as_str);
+                match self.kind {
+                    Kind::Chat => WholeChoice::Message(MessageChoice {
                         index,
-                        message: Message { role: "assistant", content: &choice.text, refusal: None },
+                        message: Message { role: "assistant", content: text, refusal: None },
                         logprobs: None,
-                        finish_reason: ended(choice),
-                    })
-                    .collect();
-                self.envelope("chat.completion", &choices, usage)
-            }
-            Kind::Completion => {
-                let choices: Vec<TextChoice<'_>> = numbered()
-                    .map(|(index, choice)| TextChoice {
-                        index,
-                        text: &choice.text,
-                        logprobs: None,
-                        finish_reason: ended(choice),
-                    })
-                    .collect();
-                self.envelope("text_completion", &choices, usage)
-            }
+                        finish_reason,
+                    }),
+                    Kind::Completion => {
+                        WholeChoice::Text(TextChoice { index, text, logprobs: None, finish_reason })
+                    }
+                }
+            })
+            .collect()
+    }
+}
+
+/// What has become of a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Status {
+    /// It has no token yet.
+    Queued,
+    /// It has some, and more may come.
+    InProgress,
+    /// Its answer is whole.
+    Completed,
+    /// It ended before, by a cancel.
+    Cancelled,
+    /// It ended before, since a choice could not be computed.
+    Failed,
+}
+
+impl Status {
+    /// As in `status` and in the header `pagedd-request-status`; the words are those of OpenAI's Responses API.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Queued => "queued",
+            Self::InProgress => "in_progress",
+            Self::Completed => "completed",
+            Self::Cancelled => "cancelled",
+            Self::Failed => "failed",
+        }
+    }
+
+    /// Nothing will change any more.
+    #[must_use]
+    pub const fn is_final(self) -> bool {
+        match self {
+            Self::Queued | Self::InProgress => false,
+            Self::Completed | Self::Cancelled | Self::Failed => true,
         }
     }
 }
 
-fn broken(why: Broken) -> ApiError {
+/// Why a choice has no result.
+#[must_use]
+pub fn broken(why: Broken) -> ApiError {
     match why {
         Broken::Cancelled => ApiError::cancelled(),
         Broken::Failed => ApiError::generation_failed(),
@@ -310,5 +396,22 @@ mod tests {
         assert_eq!(answer.add(Event::End(USAGE)), Ok(true));
         let expected = r#"{"id":"chatcmpl-07070707070707070707070707070707","object":"chat.completion","created":5,"model":"m","choices":[{"index":0,"message":{"role":"assistant","content":"ab","refusal":null},"logprobs":null,"finish_reason":"length"}],"usage":{"prompt_tokens":9,"completion_tokens":2,"total_tokens":11,"prompt_tokens_details":{"cached_tokens":4}}}"#;
         assert_eq!(head(Kind::Chat, true).answer(&answer), expected);
+    }
+
+    #[test]
+    fn a_state_has_the_choices_of_its_endpoint_and_how_far_it_came() {
+        let mut answer = Answer::new(1, USAGE);
+        let event = Event::Delta { choice: 0, first: true, text: "a".to_owned(), finish: None };
+        assert_eq!(answer.add(event), Ok(false));
+        let expected = r#"{"id":"cmpl-07070707070707070707070707070707","object":"request","status":"in_progress","created":5,"model":"m","choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null}],"prompt_tokens":9,"completion_tokens":2,"last_event_id":2,"error":null}"#;
+        assert_eq!(head(Kind::Completion, true).state(&answer, Status::InProgress, 2, None), expected);
+        let state =
+            head(Kind::Chat, true).state(&answer, Status::Failed, 3, Some(&ApiError::generation_failed()));
+        let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
+        assert_eq!(state["choices"][0]["message"]["content"], "a");
+        assert_eq!(
+            (&state["status"], &state["error"]["code"]),
+            (&"failed".into(), &"generation_failed".into())
+        );
     }
 }

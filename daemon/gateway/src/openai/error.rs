@@ -31,8 +31,9 @@ struct Wire<'a> {
     error: Object<'a>,
 }
 
-#[derive(Serialize)]
-struct Object<'a> {
+/// OpenAI's four keys of an error.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+pub struct Object<'a> {
     message: &'a str,
     r#type: &'a str,
     param: Option<&'a str>,
@@ -117,6 +118,16 @@ impl ApiError {
     pub fn media_type() -> Self {
         let message = "the body must be JSON, sent with the header `Content-Type: application/json`";
         Self::new(415, INVALID, "unsupported_media_type", message)
+    }
+
+    /// 422: the key came with another request before.
+    pub fn idempotency_conflict() -> Self {
+        let message = "the header `Idempotency-Key` was sent with another body or to another path before: a key stands for one \
+                       request; send a new key with a new request";
+        Self {
+            param: Some("Idempotency-Key".to_owned()),
+            ..Self::new(422, INVALID, "idempotency_key_reused", message)
+        }
     }
 
     /// 500.
@@ -206,19 +217,20 @@ impl ApiError {
                 )
             },
             Refusal::Closed(closed) => Self::closed(&closed),
+            Refusal::IdempotencyConflict => Self::idempotency_conflict(),
         }
     }
 
-    /// The error object.
+    /// The error object, as a body.
     #[must_use]
     pub fn to_json(&self) -> Bytes {
-        let object = Object {
-            message: &self.message,
-            r#type: self.kind,
-            param: self.param.as_deref(),
-            code: self.code,
-        };
-        json(&Wire { error: object })
+        json(&Wire { error: self.object() })
+    }
+
+    /// The error object, as a part of another.
+    #[must_use]
+    pub fn object(&self) -> Object<'_> {
+        Object { message: &self.message, r#type: self.kind, param: self.param.as_deref(), code: self.code }
     }
 }
 
@@ -272,5 +284,6 @@ mod tests {
             status(Refusal::Invalid { param: "n".to_owned(), message: "no".to_owned() }),
             (400, None, Some("invalid_value"))
         );
+        assert_eq!(status(Refusal::IdempotencyConflict), (422, None, Some("idempotency_key_reused")));
     }
 }

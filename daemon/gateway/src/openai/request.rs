@@ -37,6 +37,15 @@ impl Kind {
             Self::Completion => "prompt",
         }
     }
+
+    /// Its path.
+    #[must_use]
+    pub const fn path(self) -> &'static str {
+        match self {
+            Self::Chat => "/v1/chat/completions",
+            Self::Completion => "/v1/completions",
+        }
+    }
 }
 
 /// How an answer comes.
@@ -49,6 +58,8 @@ pub enum Form {
         /// The last of them is about usage.
         include_usage: bool,
     },
+    /// Not with this connection: the client is told the request's id at once, and asks for its state.
+    Background,
 }
 
 /// A body that asks for something this server does.
@@ -79,6 +90,8 @@ pub struct ValidRequest {
     pub ignore_eos: bool,
     /// How the answer comes.
     pub form: Form,
+    /// It runs on when its client leaves, whatever the form.
+    pub background: bool,
     /// Fields that have no effect, for the response header.
     pub warnings: Vec<String>,
 }
@@ -231,7 +244,8 @@ const STREAM_OPTIONS: Table =
     &[("continuous_usage_stats", Refused(&["false"])), ("include_obfuscation", Refused(&["false"]))];
 
 /// Fields that both endpoints honour.
-const HONOURED: [&str; 13] = [
+const HONOURED: [&str; 14] = [
+    "background",
     "ignore_eos",
     "max_tokens",
     "metadata",
@@ -291,6 +305,7 @@ pub fn parse(kind: Kind, body: &[u8], bounds: Bounds<'_>) -> Result<ValidRequest
     let stop = stop(fields.take("stop")?)?;
     let ignore_eos = fields.take("ignore_eos")?.unwrap_or(false);
     let stream = fields.take("stream")?.unwrap_or(false);
+    let background = fields.take("background")?.unwrap_or(false);
     let mut warnings = Vec::new();
     let include_usage = stream_options(&mut fields, stream, &mut warnings)?;
     // Without an effect at OpenAI too: they name the caller's own users and jobs.
@@ -313,7 +328,12 @@ pub fn parse(kind: Kind, body: &[u8], bounds: Bounds<'_>) -> Result<ValidRequest
         max_tokens,
         stop,
         ignore_eos,
-        form: if stream { Form::Stream { include_usage } } else { Form::Whole },
+        form: match (stream, background) {
+            (true, _) => Form::Stream { include_usage },
+            (false, true) => Form::Background,
+            (false, false) => Form::Whole,
+        },
+        background,
         warnings,
     };
     Ok(input)

@@ -91,9 +91,34 @@ pub struct FakeLog {
     pub cancelled: bool,
 }
 
+impl FakeLog {
+    /// Entries that are there where every log shows at most `limit`; one that was cancelled shows all it has.
+    fn there(&self, limit: Option<usize>) -> usize {
+        self.entries.len().min(limit.filter(|_| !self.cancelled).unwrap_or(usize::MAX))
+    }
+
+    /// Ends it where it stands, as an engine does.
+    fn cancel(&mut self, limit: Option<usize>) {
+        self.entries.truncate(self.there(limit));
+        self.cancelled = true;
+        if matches!(self.entries.last(), Some(Entry::End { .. })) {
+            return;
+        }
+        for choice in 0..self.request.n {
+            let ended = |e: &Entry| matches!(e, Entry::Finish { choice: of, .. } if *of == choice);
+            if !self.entries.iter().any(ended) {
+                self.entries.push(Entry::Finish { choice, reason: Finish::Cancelled });
+            }
+        }
+        self.entries.push(Entry::End { cached_tokens: 0 });
+    }
+}
+
 #[derive(Default)]
 struct State {
     logs: BTreeMap<RequestId, FakeLog>,
+    /// Body and request of every idempotency key.
+    keys: BTreeMap<[u8; 32], ([u8; 32], RequestId)>,
     /// Sent to the present connection.
     sent: BTreeMap<RequestId, usize>,
     received: Vec<ToDaemon>,
@@ -164,22 +189,14 @@ impl Daemon {
         let state = &mut *guard;
         match &frame {
             ToDaemon::Hello { protocol } => assert_eq!(*protocol, PROTOCOL),
-            ToDaemon::Submit { ticket, request } => match (self.play)(request) {
-                Script::Log(entries) => {
-                    state.made += 1;
-                    let id = (0xabcd_u128 << 64 | u128::from(state.made)).to_be_bytes();
-                    let request = (**request).clone();
-                    state.logs.insert(id, FakeLog { request, entries, cancelled: false });
-                    Self::write(state, &ToGateway::Accepted { ticket: *ticket, request: id });
+            ToDaemon::Submit { ticket, request } => {
+                if let Some(answer) = self.submit(state, *ticket, request) {
+                    Self::write(state, &answer);
                 }
-                Script::Refuse(refusal) => {
-                    Self::write(state, &ToGateway::Refused { ticket: *ticket, refusal });
-                }
-                Script::Silence => {}
-            },
+            }
             ToDaemon::Attach { request, from } => match state.logs.get(request) {
                 Some(log) => {
-                    let there = log.entries.len().min(state.limit.unwrap_or(usize::MAX));
+                    let there = log.there(state.limit);
                     let attached = ToGateway::Attached {
                         request: *request,
                         key: log.request.key,
@@ -200,8 +217,9 @@ impl Daemon {
             }
             ToDaemon::Cancel { request } => {
                 if let Some(log) = state.logs.get_mut(request) {
-                    log.cancelled = true;
+                    log.cancel(state.limit);
                 }
+                Self::deliver(state);
             }
             ToDaemon::Query { ticket, query } if !state.muted => {
                 let answer = match query {
@@ -222,12 +240,36 @@ impl Daemon {
         self.state.1.notify_all();
     }
 
+    fn submit(&self, state: &mut State, ticket: u64, request: &Request) -> Option<ToGateway> {
+        let before =
+            request.idempotency.and_then(|sent| state.keys.get(&sent.key).map(|known| (sent, *known)));
+        if let Some((sent, (body, id))) = before {
+            return Some(if sent.body == body {
+                ToGateway::Accepted { ticket, request: id, repeated: true }
+            } else {
+                ToGateway::Refused { ticket, refusal: Refusal::IdempotencyConflict }
+            });
+        }
+        match (self.play)(request) {
+            Script::Log(entries) => {
+                state.made += 1;
+                let id = (0xabcd_u128 << 64 | u128::from(state.made)).to_be_bytes();
+                if let Some(sent) = request.idempotency {
+                    state.keys.insert(sent.key, (sent.body, id));
+                }
+                state.logs.insert(id, FakeLog { request: request.clone(), entries, cancelled: false });
+                Some(ToGateway::Accepted { ticket, request: id, repeated: false })
+            }
+            Script::Refuse(refusal) => Some(ToGateway::Refused { ticket, refusal }),
+            Script::Silence => None,
+        }
+    }
+
     fn deliver(state: &mut State) {
-        let limit = state.limit.unwrap_or(usize::MAX);
         let mut deliveries = Vec::new();
         for (request, sent) in &mut state.sent {
             let log = &state.logs[request];
-            let end = log.entries.len().min(limit);
+            let end = log.there(state.limit);
             if *sent < end {
                 let entries = log.entries[*sent..end].to_vec();
                 deliveries.push(Delivery { request: *request, from: *sent as u64, entries });

@@ -45,9 +45,24 @@ fn a_request_that_names_nothing_has_the_defaults_of_openai() {
         stop: Vec::new(),
         ignore_eos: false,
         form: Form::Whole,
+        background: false,
         warnings: Vec::new(),
     };
     assert_eq!(request, expected);
+}
+
+#[test]
+fn a_request_in_the_background_is_polled_for_unless_it_streams() {
+    for (fields, form, background) in [
+        (r#""background":true"#, Form::Background, true),
+        (r#""background":true,"stream":true"#, Form::Stream { include_usage: false }, true),
+        (r#""background":false"#, Form::Whole, false),
+        (r#""background":null"#, Form::Whole, false),
+    ] {
+        for request in [chat(fields).unwrap(), completion(fields).unwrap()] {
+            assert_eq!((request.form, request.background), (form, background), "{fields}");
+        }
+    }
 }
 
 #[test]
@@ -94,6 +109,9 @@ fn values_out_of_range_are_refused_with_their_field() {
         (r#""stop":[1]"#, "stop"),
         (r#""stop":["a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a","a"]"#, "stop"),
         (r#""stream":"yes""#, "stream"),
+        (r#""background":"yes""#, "background"),
+        (r#""background":1"#, "background"),
+        (r#""background":true,"stream_options":{}"#, "stream_options"),
         (r#""user":5"#, "user"),
         (r#""metadata":{"a":1}"#, "metadata"),
         (r#""stream_options":{"include_usage":true}"#, "stream_options"),
