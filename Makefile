@@ -5,6 +5,8 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 
 # cargo-nextest where it is installed, else cargo's own runner. Tests that start a daemon use every core: one at a time.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
+# Tests run with fail points: places at which they end a process.
+POINTS := --features pagedd/failpoints,pagedd-worker/failpoints
 ARGS ?=
 KEEP ?=
 
@@ -30,32 +32,32 @@ build: tools ## Release build of the four binaries, into target/release
 
 .PHONY: build-dev
 build-dev: tools
-	cargo build --locked --workspace --bins --tests
+	cargo build --locked $(POINTS) --workspace --bins --tests
 
 .PHONY: run-tests
 run-tests:
 ifneq ($(NEXTEST),)
-	cargo nextest run --locked --workspace --no-fail-fast $(ARGS)
+	cargo nextest run --locked $(POINTS) --workspace --no-fail-fast $(ARGS)
 else
-	cargo test --locked --workspace --exclude pagedd-tests --bins --lib --tests $(ARGS)
-	cargo test --locked --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
+	cargo test --locked $(POINTS) --workspace --exclude pagedd-tests --bins --lib --tests $(ARGS)
+	cargo test --locked $(POINTS) --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
 endif
 
 .PHONY: test-unit
 test-unit: tools ## Every test that starts no daemon
 ifneq ($(NEXTEST),)
-	cargo nextest run --locked --workspace -E 'not package(pagedd-tests) or binary(/^(tidy|harness)$$/)' $(ARGS)
+	cargo nextest run --locked $(POINTS) --workspace -E 'not package(pagedd-tests) or binary(/^(tidy|harness)$$/)' $(ARGS)
 else
-	cargo test --locked --workspace --exclude pagedd-tests --bins --lib --tests $(ARGS)
-	cargo test --locked --package pagedd-tests --lib --test tidy --test harness $(ARGS)
+	cargo test --locked $(POINTS) --workspace --exclude pagedd-tests --bins --lib --tests $(ARGS)
+	cargo test --locked $(POINTS) --package pagedd-tests --lib --test tidy --test harness $(ARGS)
 endif
 
 .PHONY: test-e2e
 test-e2e: tools model build-dev ## Only the tests that start a daemon (ARGS: arguments of the test runner)
 ifneq ($(NEXTEST),)
-	cargo nextest run --locked --no-fail-fast -E 'package(pagedd-tests) & not binary(/^(tidy|harness)$$/)' $(ARGS)
+	cargo nextest run --locked $(POINTS) --no-fail-fast -E 'package(pagedd-tests) & not binary(/^(tidy|harness)$$/)' $(ARGS)
 else
-	cargo test --locked --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
+	cargo test --locked $(POINTS) --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
 endif
 
 .PHONY: bench

@@ -44,11 +44,15 @@ impl Arenas {
 
     /// Ends the last worker of an earlier daemon. Where it is not proven gone, its KV arena is not used again.
     pub fn settle(&mut self) {
-        let gone = self.writer.take().map_or(Err("no worker is known".to_owned()), |fd| prove_gone(fd.into()));
+        let gone =
+            self.writer.take().map_or(Err("no worker is known".to_owned()), |fd| prove_gone(fd.into()));
         match gone {
             Ok(()) => info!(model = self.model, "the worker of an earlier daemon is gone"),
             Err(reason) if self.kv.is_some() => {
-                warn!(model = self.model, reason, "the KV arena of an earlier daemon may be written still: it is not used");
+                warn!(
+                    model = self.model,
+                    reason, "the KV arena of an earlier daemon may be written still: it is not used"
+                );
                 self.forget_kv();
             }
             Err(_) => {}

@@ -11,7 +11,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use fail::fail_point;
@@ -103,8 +103,6 @@ pub struct Recorder {
     pub lookups: mpsc::Sender<Lookup>,
     /// Whether what was accepted survives the daemon.
     pub durability: watch::Receiver<Durability>,
-    /// The thread.
-    pub thread: JoinHandle<()>,
 }
 
 /// The live requests of a journal, in the order of their admission. One that ended the daemon while it was being admitted again, twice, is
@@ -128,7 +126,7 @@ pub fn live(db: &mut JournalDb) -> Result<Vec<Kept>, pagedd_journal::DbError> {
     Ok(live)
 }
 
-/// Starts the thread.
+/// Starts the thread. It ends with the last sender.
 ///
 /// # Errors
 /// The system refuses a thread.
@@ -148,10 +146,10 @@ pub fn start(db: JournalDb, retention: Retention, hub: mpsc::Sender<Message>) ->
         claims: HashMap::new(),
         lost_keys: HashMap::new(),
     };
-    let thread = thread::Builder::new()
+    thread::Builder::new()
         .name("journal".to_owned())
         .spawn(move || runtime.block_on(work.run(told, asked)))?;
-    Ok(Recorder { inbox, lookups, durability, thread })
+    Ok(Recorder { inbox, lookups, durability })
 }
 
 /// Admits requests of an earlier daemon again, one after the other: where that ends this daemon too, the journal knows at which.
@@ -167,7 +165,7 @@ pub async fn readmit(restored: Vec<Kept>, engine: EngineHandle<Box<Ticket>>, rec
         }
         readmit_point(&kept);
         let (taken, answer) = oneshot::channel();
-        let reply = Box::new(move |()| drop(taken.send(())));
+        let reply = Box::new(move |()| _ = taken.send(()));
         let mut command = Command::Restore { restored: Box::new(convert::restored(&kept)), reply };
         while let Err((InboxFull, back)) = engine.send(command) {
             command = back;
@@ -305,7 +303,7 @@ impl Work {
                 if let Err(error) = self.writer.db().count_replay(&[request]) {
                     warn!(%request, %error, "it is not on disk that this request is being admitted again");
                 }
-                drop(answer.send(()));
+                _ = answer.send(());
             }
             Told::Replayed(request) => {
                 if let Err(error) = self.writer.db().clear_replays(&[request]) {
@@ -320,7 +318,7 @@ impl Work {
             }
             Told::Sync(answer) => {
                 self.sync();
-                drop(answer.send(()));
+                _ = answer.send(());
             }
         }
     }
