@@ -4,7 +4,9 @@ mod common;
 
 use std::thread;
 
-use common::client::{Response, events, get, get_with, open, post, post_with, request, text_of};
+use common::client::{
+    Response, events, get, get_with, open, path_of, post, post_with, request, state, text_of,
+};
 use common::{Options, Script, Server, Visible, closed, key, log_of, tokens_of, welcome};
 use pagedd_wire::gateway::{Closed, Entry, Finish, OnLeave, ToDaemon, ToGateway, Welcome};
 use serde_json::{Value, json};
@@ -33,16 +35,6 @@ fn completion(fields: &str) -> String {
 
 fn chat(fields: &str) -> String {
     format!(r#"{{"model":"tiny","messages":[{{"role":"user","content":"hello"}}]{fields}}}"#)
-}
-
-/// The path under which the request of an answer is found again.
-fn path_of(response: &Response) -> String {
-    format!("/v1/requests/{}", response.header("pagedd-request-id").unwrap())
-}
-
-/// What an answer says of its request: the header in a word, and the body.
-fn state(response: &Response) -> (&str, Value) {
-    (response.header("pagedd-request-status").unwrap(), response.json())
 }
 
 fn cancels(server: &Server) -> usize {

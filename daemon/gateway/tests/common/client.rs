@@ -32,6 +32,16 @@ impl Response {
     }
 }
 
+/// The path under which the request of an answer is found again.
+pub fn path_of(response: &Response) -> String {
+    format!("/v1/requests/{}", response.header("pagedd-request-id").unwrap())
+}
+
+/// What an answer says of its request: the header in a word, and the body.
+pub fn state(response: &Response) -> (&str, Value) {
+    (response.header("pagedd-request-status").unwrap(), response.json())
+}
+
 /// A connection whose head has been read.
 pub struct Open {
     pub reader: BufReader<TcpStream>,
