@@ -167,7 +167,9 @@ fn a_schedule_holds_every_cell_in_each_round_and_repeats() {
     assert_eq!(draw(1, 40), draw(1, 40));
     assert_ne!(draw(1, 40), draw(2, 40));
     let mut hits = Hits::default();
-    draw(3, 30).into_iter().for_each(|cell| hits.add(cell));
+    for cell in draw(3, 30) {
+        hits.add(cell);
+    }
     for phase in Phase::ALL {
         for victim in Victim::ALL {
             assert_eq!(hits.of(Cell { phase, victim }), 2, "{hits}");
