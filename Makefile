@@ -60,12 +60,20 @@ else
 	cargo test --locked $(POINTS) --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
 endif
 
+.PHONY: test-crash
+test-crash: tools model build-dev ## Kills worker, gateways and daemon a thousand times under load (PAGEDD_SEED reproduces; ARGS: of tests/examples/crash.rs)
+	cargo run --locked --package pagedd-tests --example crash -- $(ARGS)
+
 .PHONY: bench
 bench: bench-cpu ## All benchmarks
 
 .PHONY: bench-cpu
 bench-cpu: build model ## This server and llama.cpp's on one CPU, in one run (ARGS: of scripts/bench/cpu.py)
 	@python3 scripts/bench/cpu.py $(ARGS)
+
+.PHONY: bench-crash
+bench-crash: build model ## How long clients wait when a worker or the daemon dies (ARGS: of tests/examples/gaps.rs)
+	cargo run --locked --release --package pagedd-tests --example gaps -- $(ARGS)
 
 .PHONY: fmt
 fmt: tools ## Format the sources

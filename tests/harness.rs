@@ -6,8 +6,11 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
+use pagedd_tests::asks::{Ask, Mix, Outcome, asks};
 use pagedd_tests::daemon::free_ports;
-use pagedd_tests::http::{Client, Event};
+use pagedd_tests::exchange::Exchange;
+use pagedd_tests::http::{Client, Event, Incoming};
+use pagedd_tests::kills::{Cell, Hits, Phase, Victim, schedule};
 use pagedd_tests::process::{Process, family, kill_descendant};
 use pagedd_tests::random::Random;
 use pagedd_tests::wait;
@@ -62,6 +65,136 @@ fn events_are_read_one_by_one_also_where_the_connection_breaks() {
         Event { id: None, name: Some("error".into()), data: "b\nc".into() },
     ];
     assert_eq!(events, expected);
+}
+
+/// A client of a server that gives one of these answers per connection, in turn, each to a request that begins with its first
+/// part.
+fn scripted(script: Vec<(&'static str, String)>) -> Client {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    let port = listener.local_addr().expect("its address").port();
+    thread::spawn(move || {
+        for (request, answer) in script {
+            let (mut stream, _) = listener.accept().expect("a client");
+            let mut head = [0; 4096];
+            let read = stream.read(&mut head).expect("a request");
+            let head = String::from_utf8_lossy(&head[..read]).into_owned();
+            assert!(request.split('|').all(|part| head.contains(part)), "{request} is not in {head}");
+            stream.write_all(answer.as_bytes()).expect("send");
+        }
+    });
+    Client::new(port, None)
+}
+
+const MIX: Mix<'static> = Mix { model: "m", words: 50, tokens: 8 };
+const STREAM: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\npagedd-request-id: 7f\r\n\r\n";
+
+fn token(id: u64, text: &str) -> String {
+    format!(
+        "id: {id}\ndata: {{\"choices\":[{{\"index\":0,\"text\":\"{text}\",\"finish_reason\":null}}]}}\n\n"
+    )
+}
+
+fn end(id: u64) -> String {
+    format!(
+        "id: {id}\ndata: {{\"choices\":[],\"usage\":{{\"prompt_tokens\":1,\"completion_tokens\":2}}}}\n\ndata: [DONE]\n\n"
+    )
+}
+
+fn answer_of(script: Vec<(&'static str, String)>) -> Result<Outcome, String> {
+    let client = scripted(script);
+    let ask = Ask::plain(MIX, &mut Random::new(1), 3, 8);
+    Exchange::new(&client, &ask, "one".into()).finish().cloned()
+}
+
+#[test]
+fn an_exchange_goes_on_where_its_stream_broke_off() {
+    let starting =
+        "HTTP/1.1 503 No\r\ncontent-length: 29\r\n\r\n{\"error\":{\"code\":\"starting\"}}".to_owned();
+    let shutdown = "data: {\"error\":{\"code\":\"shutting_down\"}}\n\n";
+    let got = answer_of(vec![
+        ("POST /v1/completions|idempotency-key: one", String::new()),
+        ("POST /v1/completions|idempotency-key: one", "HTTP/1.1 200 OK\r\ncontent-".into()),
+        ("POST", starting),
+        ("POST", STREAM.to_owned() + &token(1, "a")),
+        ("GET /v1/requests/7f/stream|last-event-id: 1", STREAM.to_owned() + shutdown),
+        ("GET /v1/requests/7f/stream|last-event-id: 1", STREAM.to_owned() + &token(2, "b") + "id: 3\nda"),
+        ("GET /v1/requests/7f/stream|last-event-id: 2", STREAM.to_owned() + &end(4)),
+    ]);
+    let got = got.expect("an answer");
+    assert_eq!((got.text(0).as_str(), got.usage, got.last), ("ab", Some([1, 2]), Some(4)));
+    let ids: Vec<_> = got.choices[&0].pieces.iter().map(|p| p.id).collect();
+    assert_eq!(ids, [Some(1), Some(2)]);
+}
+
+#[test]
+fn an_exchange_finds_what_is_doubled_lost_or_refused() {
+    let doubled =
+        vec![("POST", STREAM.to_owned() + &token(1, "a")), ("GET", STREAM.to_owned() + &token(1, "a"))];
+    let lost = vec![
+        ("POST", STREAM.to_owned() + &token(1, "a")),
+        ("GET", "HTTP/1.1 404 No\r\ncontent-length: 30\r\n\r\n{\"error\":{\"code\":\"not_found\"}}".into()),
+    ];
+    let failed = vec![("POST", STREAM.to_owned() + "data: {\"error\":{\"code\":\"generation_failed\"}}\n\n")];
+    let cut = vec![("POST", STREAM.to_owned() + &token(1, "a") + "data: [DONE]\n\n")];
+    let other = vec![("POST", STREAM.to_owned() + &token(1, "a")), ("GET", STREAM.replace("7f", "80"))];
+    for (script, word) in [
+        (doubled, "after the event 1"),
+        (lost, "404"),
+        (failed, "generation_failed"),
+        (cut, "last event"),
+        (other, "became 80"),
+    ] {
+        let error = answer_of(script).expect_err(word);
+        assert!(error.contains(word), "{word}: {error}");
+    }
+}
+
+#[test]
+fn a_socket_is_quiet_until_a_byte_comes_and_after_its_end() {
+    let client = scripted(vec![("GET", "HTTP/1.1 200 OK\r\n\r\nab".into())]);
+    let answer = Incoming::try_read_head(client.send("GET", "/", &[], b"").expect("sent")).expect("a head");
+    wait::until("a byte comes", Duration::from_secs(10), || !answer.is_quiet());
+    assert_eq!(answer.into_response().text(), "ab");
+    let client = scripted(vec![("GET", String::new())]);
+    let sent = client.send("GET", "/", &[], b"").expect("sent");
+    assert!(pagedd_tests::http::is_quiet(&sent));
+    assert!(Incoming::try_read_head(sent).is_none());
+}
+
+#[test]
+fn a_schedule_holds_every_cell_in_each_round_and_repeats() {
+    let draw = |seed, count| schedule(&mut Random::new(seed), &Victim::ALL, count);
+    assert_eq!(draw(1, 40), draw(1, 40));
+    assert_ne!(draw(1, 40), draw(2, 40));
+    let mut hits = Hits::default();
+    for cell in draw(3, 30) {
+        hits.add(cell);
+    }
+    for phase in Phase::ALL {
+        for victim in Victim::ALL {
+            assert_eq!(hits.of(Cell { phase, victim }), 2, "{hits}");
+        }
+    }
+    assert!(hits.to_string().ends_with("together         30"), "{hits}");
+}
+
+#[test]
+fn a_mix_has_every_kind_and_repeats() {
+    let draw = |seed| format!("{:?}", asks(MIX, &mut Random::new(seed), 40));
+    assert_eq!(draw(1), draw(1));
+    let mix = asks(MIX, &mut Random::new(1), 40);
+    for (what, is) in [
+        ("four choices", (|a| a.n == 4) as fn(&Ask) -> bool),
+        ("greedy", |a| a.body["temperature"] == 0),
+        ("seeded", |a| a.body["seed"].is_u64()),
+        ("whole", |a| a.body.get("stream").is_none()),
+        ("a shared beginning", |a| a.body["prompt"].as_str().is_some_and(|p| p.starts_with("Chapter 1"))),
+    ] {
+        assert!((2..39).contains(&mix.iter().filter(|a| is(a)).count()), "{what}: {mix:#?}");
+    }
+    let mut answer = Outcome::default();
+    answer.add(&mix[0], Some(1), &serde_json::json!({"choices": [{"index": 0, "text": "abcdefghi"}]}));
+    assert_eq!(mix[0].clone().stopped(&answer).body["stop"][0], "ghi");
 }
 
 #[test]

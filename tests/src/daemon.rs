@@ -1,7 +1,7 @@
 //! A daemon under test: its directory, its process, its admin command.
 //!
-//! **Owns** a temporary directory and the processes started in it. Dropping it ends them, and prints the log where the test
-//! failed. **Never** builds anything: the binaries lie beside the test's own, as `make build-dev` put them there.
+//! **Owns** a temporary directory and the processes started in it. Dropping it ends them, and prints the end of the log where
+//! the test failed. **Never** builds anything: the binaries lie beside the test's own, as `make build-dev` put them there.
 
 use std::fs::{self, File, OpenOptions};
 use std::net::TcpListener;
@@ -11,6 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
+use nix::unistd::geteuid;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -21,6 +22,9 @@ use crate::wait;
 
 /// A model is loaded by then, on a busy machine too.
 const START: Duration = Duration::from_mins(2);
+
+/// Lines of a log that are shown where a test failed.
+const LOG_TAIL: usize = 400;
 
 /// A daemon has stopped by then.
 const STOP: Duration = Duration::from_secs(30);
@@ -71,13 +75,15 @@ pub struct Site {
     folder: TempDir,
     /// The programs' folder, where it is this place's own.
     programs: Option<PathBuf>,
+    /// Size of the state directory's file system, where it has one of its own.
+    disk: Option<&'static str>,
 }
 
 impl Site {
     /// A fresh place with this configuration.
     pub fn new(yaml: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
-        let site = Self { folder, programs: None };
+        let site = Self { folder, programs: None, disk: None };
         site.configure(yaml);
         site
     }
@@ -91,6 +97,17 @@ impl Site {
             fs::copy(binary(name), folder.join(name)).expect("copy a program");
         }
         self.programs = Some(folder);
+        self
+    }
+
+    /// Has the state directory on a file system of this size, which the daemon's processes alone see. The admin socket lies
+    /// elsewhere.
+    #[must_use]
+    pub fn with_small_disk(mut self, size: &'static str) -> Self {
+        self.disk = Some(size);
+        fs::create_dir(self.state()).expect("the state directory");
+        let config = fs::read_to_string(self.config()).expect("the configuration");
+        self.configure(&format!("admin_socket: {}\n{config}", self.socket().display()));
         self
     }
 
@@ -120,6 +137,11 @@ impl Site {
         self.folder.path().join("state")
     }
 
+    /// The admin socket.
+    pub fn socket(&self) -> PathBuf {
+        if self.disk.is_some() { self.file("admin.sock") } else { self.state().join("admin.sock") }
+    }
+
     /// A file beside the configuration.
     pub fn file(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
@@ -137,7 +159,20 @@ impl Site {
     /// The daemon's command line in this place, with no input and this environment alone.
     pub fn command(&self) -> Command {
         let program = self.programs.as_ref().map_or_else(|| binary("pagedd"), |folder| folder.join("pagedd"));
-        let mut command = Command::new(program);
+        let mut command = match self.disk {
+            None => Command::new(program),
+            Some(size) => {
+                let mut command = Command::new("unshare");
+                command.arg("--mount");
+                if !geteuid().is_root() {
+                    // Its own user, with the right to mount.
+                    command.args(["--user", "--map-current-user", "--keep-caps"]);
+                }
+                let script = "mount -t tmpfs -o size=\"$1\" none \"$2\" && shift 2 && exec \"$@\"";
+                command.args(["sh", "-c", script, "sh", size]).arg(self.state()).arg(program);
+                command
+            }
+        };
         command.arg("--config").arg(self.config()).arg("--state-dir").arg(self.state());
         command.env_clear().env("PATH", "/usr/bin:/bin").env("RUST_BACKTRACE", "1").stdin(Stdio::null());
         command
@@ -277,10 +312,19 @@ impl Daemon {
         }
     }
 
+    /// The state directory as its processes see it.
+    pub fn state(&self) -> PathBuf {
+        let state = self.site().state();
+        Path::new("/proc")
+            .join(self.root().to_string())
+            .join("root")
+            .join(state.strip_prefix("/").unwrap_or(&state))
+    }
+
     /// Runs `pagedctl` with `--json` against this daemon.
     pub fn ctl(&self, arguments: &[&str]) -> Ended {
         let mut command = Command::new(binary("pagedctl"));
-        command.arg("--socket").arg(self.site().state().join("admin.sock")).arg("--json").args(arguments);
+        command.arg("--socket").arg(self.site().socket()).arg("--json").args(arguments);
         let output = command.stdin(Stdio::null()).output().expect("run pagedctl");
         Ended { code: output.status.code(), text: text(&output) }
     }
@@ -389,9 +433,15 @@ impl Drop for Daemon {
         end_family(&processes);
         let _ = self.child.wait();
         if let Some(site) = self.site.as_ref().filter(|_| thread::panicking()) {
-            println!("--- log of pagedd ---\n{}--- end of the log ---", site.log_text());
+            println!("--- end of pagedd's log ---\n{}---", tail(&site.log_text()));
         }
     }
+}
+
+/// The last lines of a text.
+fn tail(text: &str) -> &str {
+    let start = text.rmatch_indices('\n').nth(LOG_TAIL).map_or(0, |(at, _)| at + 1);
+    &text[start..]
 }
 
 /// Kills what is left of processes that were the daemon's.

@@ -2,7 +2,7 @@
 //!
 //! **Owns** one connection per request. **Never** retries, follows, or hides what came: tests look at bytes.
 
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::time::Duration;
 
@@ -73,6 +73,22 @@ impl Client {
     /// Any request; returns once the answer's head is read.
     #[track_caller]
     pub fn open(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Incoming {
+        let stream = self.send(method, path, headers, body).expect("send the head");
+        Incoming::read_head(stream)
+    }
+
+    /// Sends any request, and reads nothing of its answer.
+    ///
+    /// # Errors
+    /// The connection broke before the request's head was out.
+    #[track_caller]
+    pub fn send(
+        &self,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &[u8],
+    ) -> io::Result<TcpStream> {
         let mut stream = self.connect();
         let mut head = vec![
             format!("{method} {path} HTTP/1.1"),
@@ -85,10 +101,10 @@ impl Client {
             head.push(format!("content-length: {}", body.len()));
         }
         let head = head.join("\r\n") + "\r\n\r\n";
-        stream.write_all(head.as_bytes()).expect("send the head");
+        stream.write_all(head.as_bytes())?;
         // A server may answer 413 and close before it read all of a body.
         let _ = stream.write_all(body);
-        Incoming::read_head(stream)
+        Ok(stream)
     }
 }
 
@@ -115,12 +131,22 @@ impl Incoming {
     /// Reads status line and headers.
     #[track_caller]
     pub fn read_head(stream: TcpStream) -> Self {
+        Self::try_read_head(stream).expect("an answer's head")
+    }
+
+    /// Reads status line and headers; `None` where the connection ended before the last of them.
+    #[track_caller]
+    pub fn try_read_head(stream: TcpStream) -> Option<Self> {
         let mut reader = BufReader::new(stream);
-        let line = read_line(&mut reader).expect("a status line");
+        let line = read_line(&mut reader)?;
         let status = line.split(' ').nth(1).and_then(|s| s.parse().ok());
         let status = status.unwrap_or_else(|| panic!("no status line: {line:?}"));
         let mut headers = Vec::new();
-        while let Some(line) = read_line(&mut reader).filter(|l| !l.is_empty()) {
+        loop {
+            let line = read_line(&mut reader)?;
+            if line.is_empty() {
+                break;
+            }
             let (name, value) = line.split_once(':').unwrap_or_else(|| panic!("no header: {line:?}"));
             headers.push((name.to_ascii_lowercase(), value.trim().to_owned()));
         }
@@ -132,12 +158,17 @@ impl Incoming {
             (false, Some(length)) => Body::Length(length),
             (false, None) => Body::ToEnd,
         };
-        answer
+        Some(answer)
     }
 
     /// A header's value.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str())
+    }
+
+    /// Whether no byte lies here that was not taken; also where the connection has ended.
+    pub fn is_quiet(&self) -> bool {
+        self.reader.buffer().is_empty() && is_quiet(self.reader.get_ref())
     }
 
     /// The next bytes of the body; `None` at its end, also where the connection broke.
@@ -181,13 +212,14 @@ impl Incoming {
         Some(buffer)
     }
 
-    /// Reads the whole body.
+    /// Reads the whole body, or what came of it.
     pub fn into_response(mut self) -> Response {
         let mut body = Vec::new();
         while let Some(bytes) = self.bytes() {
             body.extend(bytes);
         }
-        Response { status: self.status, headers: self.headers, body }
+        let is_whole = matches!(self.body, Body::Done | Body::Length(0) | Body::ToEnd);
+        Response { status: self.status, headers: self.headers, body, is_whole }
     }
 
     /// The answer as server-sent events.
@@ -205,11 +237,26 @@ impl Incoming {
 }
 
 /// One line without its end; `None` where the connection ended before it.
+#[track_caller]
 fn read_line(reader: &mut BufReader<TcpStream>) -> Option<String> {
     let mut line = Vec::new();
-    let read = reader.read_until(b'\n', &mut line).ok()?;
+    match reader.read_until(b'\n', &mut line) {
+        Ok(_) => {}
+        Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+            panic!("the server was silent for {SILENCE:?}");
+        }
+        Err(_) => return None,
+    }
     let text = String::from_utf8_lossy(&line);
-    (read > 0).then(|| text.trim_end_matches(['\r', '\n']).to_owned())
+    text.ends_with('\n').then(|| text.trim_end_matches(['\r', '\n']).to_owned())
+}
+
+/// Whether no byte waits in a socket; also where the connection has ended.
+pub fn is_quiet(stream: &TcpStream) -> bool {
+    stream.set_nonblocking(true).expect("no waiting");
+    let waits = matches!(stream.peek(&mut [0]), Ok(1..));
+    stream.set_nonblocking(false).expect("waiting");
+    !waits
 }
 
 /// A whole answer.
@@ -220,6 +267,8 @@ pub struct Response {
     headers: Vec<(String, String)>,
     /// Body.
     pub body: Vec<u8>,
+    /// The connection did not break before the body's end.
+    pub is_whole: bool,
 }
 
 impl Response {
@@ -301,6 +350,11 @@ impl Events {
     /// A header's value.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.incoming.header(name)
+    }
+
+    /// Whether no byte lies here that was not taken; also where the connection has ended.
+    pub fn is_quiet(&self) -> bool {
+        self.buffer.is_empty() && self.incoming.is_quiet()
     }
 
     /// Closes both directions at once, as a client that leaves.

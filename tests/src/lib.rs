@@ -5,8 +5,13 @@
 //!
 //! A failed step panics with what was expected, what came, and the daemon's log: this is a library for tests only.
 
+pub mod asks;
+pub mod campaign;
 pub mod daemon;
+pub mod exchange;
+pub mod gaps;
 pub mod http;
+pub mod kills;
 pub mod model;
 pub mod process;
 pub mod random;

@@ -63,7 +63,8 @@ pub struct Patience {
 impl Default for Patience {
     fn default() -> Self {
         Self {
-            good_run: Duration::from_secs(20),
+            // Weights and ports are kept, so that a start costs little: what dies every few seconds still serves between.
+            good_run: Duration::from_secs(2),
             first_delay: Duration::from_millis(100),
             longest_delay: Duration::from_secs(10),
             stop: Duration::from_secs(90),
