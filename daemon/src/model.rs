@@ -134,7 +134,8 @@ fn run(
     let scheduler = Scheduler::new(scheduler_config(config, &info, cache_key));
     info!(model = config.name.as_str(), blocks = info.blocks, block_size = info.block_size, "engine runs");
     let ledger = worker.ledger(&info, cache_key);
-    let mut engine = Engine::new(EngineConfig::default(), commands, scheduler, worker, journal, observer, start);
+    let mut engine =
+        Engine::new(EngineConfig::default(), commands, scheduler, worker, journal, observer, start);
     match ledger {
         Ok(ledger) => engine = engine.with_ledger(Box::new(ledger)),
         Err(error) => {
