@@ -18,7 +18,8 @@ use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, InboxFull, StepRecord};
 use pagedd_journal::{
-    Admission, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, Now, Record, Retention, Step,
+    Admission, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, Now, Record,
+    Retention, Step,
 };
 use pagedd_sched::AdmitError;
 use tokio::sync::{mpsc, oneshot, watch};

@@ -6,9 +6,9 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use pagedd_wire::worker::{Arena, FromWorker, Hello, Plan, ToWorker};
 #[cfg(feature = "failpoints")]
 use pagedd_wire::worker::Input;
+use pagedd_wire::worker::{Arena, FromWorker, Hello, Plan, ToWorker};
 use pagedd_wire::{Channel, ChannelError, PROTOCOL};
 
 use crate::batch::PlanError;
