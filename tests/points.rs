@@ -12,7 +12,7 @@ use pagedd_tests::wait;
 use serde_json::json;
 
 /// A token that no other prompt has and that no model says in these tests: it ends what it is aimed at.
-const DEADLY: u32 = 77;
+const DEADLY: u32 = 268;
 
 /// A generated model of two layers, with room for 64 requests at once.
 fn yaml(folder: &Path) -> String {
@@ -43,8 +43,9 @@ fn together(tenant: &Tenant, beside: impl FnOnce() + Send) -> Vec<String> {
 fn a_request_that_kills_its_worker_each_time_fails_alone_and_its_63_neighbours_say_the_same() {
     let folder = tempfile::tempdir().expect("a folder");
     let daemon = Site::new(&yaml(folder.path())).with_points(format!("plan=return({DEADLY})")).start();
-    let acme = daemon.add_tenant("acme", "0%", "100%");
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
     let undisturbed = together(&acme, || ());
+    assert_eq!(daemon.model()["restarts"], 0, "a neighbour says the deadly token");
     let disturbed = together(&acme, || {
         let events: Vec<Event> = open(&acme, DEADLY, 48).collect();
         let end = format!("{:?}", events.last());
@@ -68,7 +69,7 @@ fn kill(daemon: &Daemon) {
 fn a_request_at_whose_readmission_two_daemons_end_is_set_aside_and_the_others_go_on() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut daemon = Site::new(&yaml(folder.path())).with_points(format!("readmit=return({DEADLY})")).start();
-    let acme = daemon.add_tenant("acme", "0%", "100%");
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
     let undisturbed = whole_text(open(&acme, 200, 900));
     let mut streams = [open(&acme, 200, 900), open(&acme, DEADLY, 900), open(&acme, 200, 900)];
     let ids =
@@ -108,13 +109,13 @@ fn a_daemon_that_ends_between_commit_and_delivery_has_lost_and_doubled_nothing()
     let config = yaml(folder.path());
     let undisturbed = {
         let daemon = Site::new(&config).start();
-        let acme = daemon.add_tenant("acme", "0%", "100%");
+        let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
         whole_text(open(&acme, 200, 200))
     };
     for point in ["before-append", "after-append", "before-delivery", "before-accepted"] {
         // One visit in 50 ends the daemon.
         let mut daemon = Site::new(&config).with_points(format!("{point}=2%panic")).start();
-        let acme = daemon.add_tenant("acme", "0%", "100%");
+        let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
         let mut id: Option<String> = None;
         let (mut text, mut cursor) = (String::new(), "0".to_owned());
         let mut ended = false;
