@@ -21,6 +21,8 @@ use crate::wait;
 
 /// Everything runs again by then.
 const RECOVERY: Duration = Duration::from_mins(1);
+/// Strikes between two lines that say how far it has come.
+const PROGRESS: usize = 50;
 /// Tries to hit a cell: a request may come further than its phase before the signal is sent.
 const TRIES: u32 = 12;
 
@@ -442,8 +444,14 @@ impl Campaign<'_> {
                 let load = &load;
                 scope.spawn(move || load.client(number));
             }
-            if let Err(error) = cells.iter().try_for_each(|cell| killer.strike(*cell)) {
-                load.fail(error);
+            for (i, cell) in cells.iter().enumerate() {
+                if let Err(error) = killer.strike(*cell) {
+                    load.fail(error);
+                    break;
+                }
+                if (i + 1) % PROGRESS == 0 {
+                    println!("{} of {} after {:.0?}", i + 1, cells.len(), start.elapsed());
+                }
             }
             load.stop.store(true, Ordering::Relaxed);
         });
