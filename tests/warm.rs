@@ -20,6 +20,9 @@ const FULL: u64 = PROMPT / BLOCK * BLOCK;
 const HEADER: usize = 128;
 const RECORD: usize = 48;
 
+/// Changes a ledger.
+type Lie = fn(&mut [u8]);
+
 /// Prompt `which`, as tokens. No two have a first block in common.
 fn body(which: u64, stream: bool) -> Value {
     let ids: Vec<u64> = (0..PROMPT).map(|i| 300 + (which * 31 + i * 7919) % 40000).collect();
@@ -119,7 +122,7 @@ fn a_ledger_record_that_is_torn_stale_or_foreign_is_never_served_and_the_text_is
     let mut daemon = Site::new(&smollm2_yaml()).start();
     let acme = daemon.add_tenant("acme", "0%", "100%");
     let (text, _) = complete(&acme, 1);
-    let lies: [(&str, fn(&mut [u8])); 6] = [
+    let lies: [(&str, Lie); 6] = [
         ("every record is torn", |ledger| records(ledger).for_each(|record| record[24..].fill(0))),
         ("every record is of an earlier ledger", |ledger| {
             records(ledger).for_each(|record| sign(record, |record| record[8] ^= 1));

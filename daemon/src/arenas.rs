@@ -44,8 +44,8 @@ impl Arenas {
 
     /// Ends the last worker of an earlier daemon. Where it is not proven gone, its KV arena is not used again.
     pub fn settle(&mut self) {
-        let gone =
-            self.writer.take().map_or(Err("no worker is known".to_owned()), |fd| prove_gone(&fd.into()));
+        let writer = self.writer.take().map(Pidfd::from);
+        let gone = writer.as_ref().map_or_else(|| Err("no worker is known".to_owned()), prove_gone);
         match gone {
             Ok(()) => info!(model = self.model, "the worker of an earlier daemon is gone"),
             Err(reason) if self.kv.is_some() => {

@@ -18,7 +18,8 @@ use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, InboxFull, StepRecord};
 use pagedd_journal::{
-    Admission, Durability, Idempotency, JournalDb, JournalWriter, Kept, Now, Record, Retention, Step,
+    Admission, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, Now, Record,
+    Retention, Step,
 };
 use pagedd_sched::AdmitError;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -334,8 +335,8 @@ impl Work {
             return compare(*made);
         }
         match self.writer.db().by_idempotency_key(tenant, &key) {
-            Ok(Some(made)) => compare(made),
-            Ok(None) => {
+            Ok(Some(made)) if !self.cancelled(made.0) => compare(made),
+            Ok(_) => {
                 self.claims.insert((tenant, key), body);
                 Claim::New
             }
@@ -344,6 +345,12 @@ impl Work {
                 Claim::Busy
             }
         }
+    }
+
+    /// Whether a request was cancelled: its client left, and what it asks now is not answered by that.
+    fn cancelled(&mut self, request: RequestId) -> bool {
+        let log = self.writer.db().log(request, 0).ok().flatten().unwrap_or_default();
+        log.iter().any(|entry| matches!(entry, Entry::Finish { reason: Finish::Cancelled, .. }))
     }
 
     async fn find(&mut self, lookup: Lookup) {

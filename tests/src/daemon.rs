@@ -77,13 +77,15 @@ pub struct Site {
     programs: Option<PathBuf>,
     /// Size of the state directory's file system, where it has one of its own.
     disk: Option<&'static str>,
+    /// Points at which the daemon or its worker ends.
+    points: Option<String>,
 }
 
 impl Site {
     /// A fresh place with this configuration.
     pub fn new(yaml: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
-        let site = Self { folder, programs: None, disk: None };
+        let site = Self { folder, programs: None, disk: None, points: None };
         site.configure(yaml);
         site
     }
@@ -97,6 +99,13 @@ impl Site {
             fs::copy(binary(name), folder.join(name)).expect("copy a program");
         }
         self.programs = Some(folder);
+        self
+    }
+
+    /// Has the daemon or its worker end at fail points, as `fail` writes them. Programs must be built with them: `make build-dev`.
+    #[must_use]
+    pub fn with_points(mut self, points: String) -> Self {
+        self.points = Some(points);
         self
     }
 
@@ -175,6 +184,9 @@ impl Site {
         };
         command.arg("--config").arg(self.config()).arg("--state-dir").arg(self.state());
         command.env_clear().env("PATH", "/usr/bin:/bin").env("RUST_BACKTRACE", "1").stdin(Stdio::null());
+        if let Some(points) = &self.points {
+            command.env("FAILPOINTS", points);
+        }
         command
     }
 

@@ -3,11 +3,13 @@
 mod common;
 
 use std::thread;
+use std::time::Duration;
 
 use common::client::{
     Response, events, get, get_with, open, path_of, post, post_with, request, state, text_of,
 };
 use common::{Options, Script, Server, Visible, closed, key, log_of, tokens_of, welcome};
+use pagedd_gateway::app::Settings;
 use pagedd_wire::gateway::{Closed, Entry, Finish, OnLeave, ToDaemon, ToGateway, Welcome};
 use serde_json::{Value, json};
 
@@ -152,6 +154,19 @@ fn a_cancel_ends_a_request_and_may_be_repeated() {
     for again in [post(server.address, &cancel, ""), get(server.address, &found)] {
         assert_eq!((again.status, again.body.as_str()), (200, first.body.as_str()));
     }
+    assert_eq!(cancels(&server), 1);
+}
+
+#[test]
+fn a_cancel_that_takes_long_is_answered_with_the_state_so_far() {
+    let settings = Settings { cancel_wait: Duration::from_millis(20), ..Settings::default() };
+    let server = saying_to(Options { settings, ..Options::default() }, "abc");
+    server.daemon.show(Visible::First(2));
+    let found = path_of(&post(server.address, TEXT, &completion(r#","background":true"#)));
+    server.daemon.mute();
+    let cancelled = post(server.address, &format!("{found}/cancel"), "");
+    let (status, object) = state(&cancelled);
+    assert_eq!((cancelled.status, status, &object["last_event_id"]), (200, "in_progress", &2.into()));
     assert_eq!(cancels(&server), 1);
 }
 

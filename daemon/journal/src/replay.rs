@@ -149,7 +149,7 @@ impl JournalDb {
     }
 
     /// The request that a tenant made with an `Idempotency-Key`, by the key's digest, and the digest of the body it was made
-    /// with. Of several, the first.
+    /// with. Of several, the last.
     pub fn by_idempotency_key(
         &self,
         tenant: TenantId,
@@ -159,7 +159,7 @@ impl JournalDb {
             &self.db,
             &self.path,
             "SELECT id, idempotency_body FROM requests WHERE tenant = ?1 AND idempotency_key = ?2
-             ORDER BY seq LIMIT 1",
+             ORDER BY seq DESC LIMIT 1",
             params![tenant.0, key],
             |row| Ok((RequestId(row.get(0)?), row.get(1)?)),
         )?;

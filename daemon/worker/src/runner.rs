@@ -218,7 +218,6 @@ impl ModelRunner {
     /// [`RunError`]; on [`RunError::Plan`] nothing has been written.
     pub fn run(&mut self, plan: &Plan) -> Result<Output, RunError> {
         let start = Instant::now();
-        plan_point(plan);
         self.sequences.forget_before(plan.id);
         let batch = batch::check(plan, &self.sequences, &self.limits)?;
         batch::apply(plan, &mut self.sequences);
@@ -340,19 +339,6 @@ struct Pending {
     of: Request,
     /// Row of the logits.
     logits: usize,
-}
-
-/// In test builds the fail point `plan` ends the worker at a plan that computes the token that it returns.
-fn plan_point(plan: &Plan) {
-    fail::fail_point!("plan", |token: Option<String>| {
-        let token = token.and_then(|token| token.parse().ok()).map(pagedd_wire::worker::Input::Known);
-        let mut inputs = plan.rows.iter().flat_map(|row| &row.inputs);
-        if token.is_some_and(|token| inputs.any(|input| *input == token)) {
-            std::process::abort();
-        }
-    });
-    // Without fail points it has no use.
-    let _ = plan;
 }
 
 fn check_settings(hello: &Hello) -> Result<(), LoadError> {

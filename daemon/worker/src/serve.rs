@@ -6,7 +6,9 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
-use pagedd_wire::worker::{Arena, FromWorker, Hello, ToWorker};
+#[cfg(feature = "failpoints")]
+use pagedd_wire::worker::Input;
+use pagedd_wire::worker::{Arena, FromWorker, Hello, Plan, ToWorker};
 use pagedd_wire::{Channel, ChannelError, PROTOCOL};
 
 use crate::batch::PlanError;
@@ -86,6 +88,7 @@ fn converse(channel: &mut Channel) -> Result<(), ServeError> {
     loop {
         match channel.recv()? {
             ToWorker::Plan(plan) => {
+                plan_point(&plan);
                 let output = guarded("running a plan", || runner.run(&plan))?
                     .map_err(|error| ServeError::Plan { plan: plan.id, error })?;
                 channel.send(&FromWorker::Output(output), &[])?;
@@ -154,6 +157,19 @@ fn take_fd(channel: &mut Channel, announced: bool) -> Result<Option<OwnedFd>, Ch
 /// panicked is never used again, as the worker ends.
 fn guarded<T>(what: &'static str, run: impl FnOnce() -> T) -> Result<T, ServeError> {
     catch_unwind(AssertUnwindSafe(run)).map_err(|_| ServeError::Panic(what))
+}
+
+/// In test builds the fail point `plan` ends the worker at a plan that computes the token that it returns.
+fn plan_point(plan: &Plan) {
+    fail::fail_point!("plan", |token: Option<String>| {
+        let token = token.and_then(|token| token.parse().ok()).map(Input::Known);
+        let mut inputs = plan.rows.iter().flat_map(|row| &row.inputs);
+        if token.is_some_and(|token| inputs.any(|input| *input == token)) {
+            std::process::abort();
+        }
+    });
+    // Without fail points it has no use.
+    let _ = plan;
 }
 
 #[cfg(test)]

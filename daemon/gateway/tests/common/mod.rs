@@ -215,7 +215,7 @@ impl Daemon {
             ToDaemon::Detach { request } => {
                 state.sent.remove(request);
             }
-            ToDaemon::Cancel { request } => {
+            ToDaemon::Cancel { request } if !state.muted => {
                 if let Some(log) = state.logs.get_mut(request) {
                     log.cancel(state.limit);
                 }
@@ -234,7 +234,7 @@ impl Daemon {
                 };
                 Self::write(state, &ToGateway::Answer { ticket: *ticket, answer });
             }
-            ToDaemon::Stop { .. } | ToDaemon::Query { .. } => {}
+            ToDaemon::Cancel { .. } | ToDaemon::Stop { .. } | ToDaemon::Query { .. } => {}
         }
         state.received.push(frame);
         self.state.1.notify_all();
@@ -291,7 +291,7 @@ impl Daemon {
         Self::deliver(&mut state);
     }
 
-    /// Answers no question from now on.
+    /// Answers no question and ends nothing from now on.
     pub fn mute(&self) {
         self.state.0.lock().unwrap().muted = true;
     }
