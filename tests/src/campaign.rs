@@ -21,6 +21,8 @@ use crate::wait;
 
 /// Everything runs again by then.
 const RECOVERY: Duration = Duration::from_mins(1);
+/// Strikes between two lines that say how far it has come.
+const PROGRESS: usize = 50;
 /// Tries to hit a cell: a request may come further than its phase before the signal is sent.
 const TRIES: u32 = 12;
 
@@ -140,8 +142,8 @@ impl Load<'_> {
     }
 }
 
-/// Answers of `asks` while nothing is killed, so many at a time.
-fn undisturbed(tenant: &Tenant, asks: Vec<Ask>, together: usize) -> Vec<Case> {
+/// Answers of `asks` while nothing is killed, so many at a time. `name` is different for every call.
+fn undisturbed(name: &str, tenant: &Tenant, asks: Vec<Ask>, together: usize) -> Vec<Case> {
     let next = AtomicUsize::new(0);
     let answers = Mutex::new(vec![None; asks.len()]);
     thread::scope(|scope| {
@@ -150,8 +152,7 @@ fn undisturbed(tenant: &Tenant, asks: Vec<Ask>, together: usize) -> Vec<Case> {
                 while let Some((i, ask)) =
                     Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|i| Some((i, asks.get(i)?)))
                 {
-                    let mut exchange =
-                        Exchange::new(&tenant.http, ask, format!("undisturbed-{:p}-{i}", &raw const next));
+                    let mut exchange = Exchange::new(&tenant.http, ask, format!("{name}-{i}"));
                     let answer = exchange
                         .finish()
                         .unwrap_or_else(|e| panic!("undisturbed: {e}\n{}", ask.body))
@@ -187,9 +188,9 @@ impl Probes {
         let prefill = (0..4).map(|_| plain(mix.words, mix.tokens / 2)).collect();
         let decode = (0..4).map(|i| plain(4 + i * 8, mix.tokens)).collect();
         Self {
-            admitting: undisturbed(tenant, admitting, 4),
-            prefill: undisturbed(tenant, prefill, 4),
-            decode: undisturbed(tenant, decode, 4),
+            admitting: undisturbed("admitting", tenant, admitting, 4),
+            prefill: undisturbed("prefill", tenant, prefill, 4),
+            decode: undisturbed("decode", tenant, decode, 4),
         }
     }
 
@@ -362,8 +363,8 @@ impl Killer<'_> {
             .filter(|p| !before.contains(p))
             .find(|p| match victim {
                 Victim::Worker => p.name == "pagedd-worker",
-                // The template is a gateway's parent.
-                Victim::Gateway => p.name == "pagedd-gateway" && parent(p) == "pagedd-gateway",
+                // Forked from the template, and named after its tenant.
+                Victim::Gateway => parent(p) == "pagedd-gateway",
                 Victim::Daemon => p.name == "pagedd" && p.parent == self.daemon.root(),
             })
             .cloned()
@@ -410,9 +411,9 @@ impl Campaign<'_> {
         let tenants = [("acme", "20%", "70%"), ("globex", "10%", "80%")]
             .map(|(name, floor, ceiling)| daemon.add_tenant_of(model, name, floor, ceiling));
         let mut random = Random::new(self.seed);
-        let mut cases = undisturbed(&tenants[0], asks(self.mix, &mut random, self.asks), self.clients);
+        let mut cases = undisturbed("mix", &tenants[0], asks(self.mix, &mut random, self.asks), self.clients);
         let stopped = cases.iter().step_by(3).map(|case| case.ask.clone().stopped(&case.answer)).collect();
-        cases.extend(undisturbed(&tenants[0], stopped, self.clients));
+        cases.extend(undisturbed("stopped", &tenants[0], stopped, self.clients));
         let probes = Probes::new(&tenants[0], self.mix, &mut random);
         println!("{} requests were answered undisturbed within {:.1?}", cases.len(), start.elapsed());
         let cells = schedule(&mut random, self.victims, self.strikes);
@@ -443,8 +444,14 @@ impl Campaign<'_> {
                 let load = &load;
                 scope.spawn(move || load.client(number));
             }
-            if let Err(error) = cells.iter().try_for_each(|cell| killer.strike(*cell)) {
-                load.fail(error);
+            for (i, cell) in cells.iter().enumerate() {
+                if let Err(error) = killer.strike(*cell) {
+                    load.fail(error);
+                    break;
+                }
+                if (i + 1) % PROGRESS == 0 {
+                    println!("{} of {} after {:.0?}", i + 1, cells.len(), start.elapsed());
+                }
             }
             load.stop.store(true, Ordering::Relaxed);
         });
