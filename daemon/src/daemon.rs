@@ -394,6 +394,8 @@ impl Daemon {
         if let Some(id) = self.unserved.get(&name).map(|unserved| unserved.record.id) {
             self.db.with(move |db| db.remove_tenant(id)).await?;
             self.unserved.remove(&name);
+            self.restored.retain(|kept| kept.admission.tenant != id);
+            drop(self.shop.recorder.send(Told::Forget(id)).await);
             return Ok(Removed { id: id.0, name, cancelled: 0 });
         }
         let tenant = self.tenant(&name)?;
@@ -408,6 +410,7 @@ impl Daemon {
         }
         let id = tenant.record.id;
         self.db.with(move |db| db.remove_tenant(id)).await?;
+        self.restored.retain(|kept| kept.admission.tenant != id);
         let Some(tenant) = self.tenants.remove(&name) else { return Err(unknown_tenant(&name)) };
         let (tenant_id, model) = (tenant.id(), tenant.model.clone());
         self.shop.forget_listener(id);

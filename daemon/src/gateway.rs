@@ -361,7 +361,9 @@ impl GatewayTask {
 
     /// To be tried again soon.
     fn busy(&self) -> Refusal {
-        Refusal::QueueFull { waiting: self.model.stats.borrow().scheduler.waiting(), retry_after: 1 }
+        let waiting =
+            self.model.stats.borrow().scheduler.tenant(self.tenant).map_or(0, |tenant| tenant.waiting);
+        Refusal::QueueFull { waiting, retry_after: 1 }
     }
 
     /// Puts a checked request into its engine's inbox.

@@ -35,6 +35,10 @@ const RETRY: Duration = Duration::from_millis(10);
 const HOUSEKEEPING: Duration = Duration::from_millis(500);
 /// Memory that logs of finished requests may take; beyond it the oldest of the tenant that has most go before their time.
 const FINISHED_BYTES: usize = 8 << 20;
+/// The same while the journal cannot be written, prompts included.
+const UNWRITTEN_BYTES: usize = 256 << 20;
+/// How long a finished log stays at least.
+const LEAST_KEPT: Duration = Duration::from_secs(5);
 /// Entries of a finished tenant's drain rate.
 const RATE_WINDOW: usize = 64;
 
@@ -100,6 +104,8 @@ pub enum Message {
     Stop(ConnectionId, RequestId, u32),
     /// The tenant was removed: its logs go.
     Forget(TenantId),
+    /// An engine has a request of an earlier daemon.
+    Readmitted(RequestId),
     /// What the journal has of a request that was looked up.
     Found(Lookup, Option<Box<Kept>>),
     /// All that is live, and what ended while nothing could be written.
@@ -136,8 +142,12 @@ struct Log {
     number: u64,
     entries: Vec<Entry>,
     reader: Reader,
-    /// It is to be cancelled, and the engine's inbox had no room for that yet.
+    /// It is to be cancelled, and the engine could not be told yet.
     cancel_waits: bool,
+    /// The engine was told to cancel it.
+    cancelled: bool,
+    /// Of an earlier daemon, and its engine does not have it yet: choices that are to be stopped once it does.
+    awaits: Option<Vec<u32>>,
     /// When it ended, in seconds since 1970.
     ended: Option<u64>,
 }
@@ -161,6 +171,8 @@ impl Log {
             entries: Vec::new(),
             reader: Reader::None { since: Instant::now() },
             cancel_waits: false,
+            cancelled: false,
+            awaits: None,
             ended: None,
         }
     }
@@ -249,11 +261,13 @@ impl Hub {
         }
     }
 
-    /// Takes over a live request of an earlier daemon. Nobody reads it yet.
+    /// Takes over a live request of an earlier daemon. Nobody reads it yet, and its engine does not have it before
+    /// [`Message::Readmitted`]; a model that is not configured has none.
     pub fn restore(&mut self, model: ModelId, kept: Kept) {
         let request = kept.admission.request;
         let mut log = Log::new(self.number, model, kept.admission);
         log.entries = kept.entries.into_iter().map(convert::entry).collect();
+        log.awaits = Some(Vec::new());
         self.number += 1;
         self.logs.insert(request, log);
     }
@@ -317,6 +331,7 @@ impl Hub {
                 self.counters.remove(&tenant);
                 self.ends.remove(&tenant);
             }
+            Message::Readmitted(request) => self.readmitted(request),
             Message::Found(lookup, kept) => self.found(lookup, kept),
             // The recorder waits for it.
             Message::Snapshot(answer) => drop(answer.send(self.snapshot())),
@@ -338,6 +353,19 @@ impl Hub {
         self.number += 1;
         fail_point!("before-accepted");
         self.send(connection, ToGateway::Accepted { ticket, request: request.0, repeated: false });
+    }
+
+    /// What was asked of a request before its engine had it.
+    fn readmitted(&mut self, request: RequestId) {
+        let Some(log) = self.logs.get_mut(&request) else { return };
+        let (model, stops) = (log.model, log.awaits.take().unwrap_or_default());
+        if log.cancel_waits {
+            self.tell_engine(model, request, Command::Cancel(request));
+        }
+        for choice in stops {
+            let command = Command::FinishChoice { request, choice, reason: FinishReason::Stop };
+            self.tell_engine(model, request, command);
+        }
     }
 
     fn refused(&mut self, ticket: &Ticket, error: AdmitError) {
@@ -382,11 +410,11 @@ impl Hub {
             self.mark(token.request);
         }
         for finished in record.finished {
+            let Some(log) = self.logs.get_mut(&finished.request) else { continue };
             let counters = self.counters.entry(finished.tenant).or_default();
             if let Some(i) = FinishReason::ALL.iter().position(|reason| *reason == finished.reason) {
                 counters.finished[i] += 1;
             }
-            let Some(log) = self.logs.get_mut(&finished.request) else { continue };
             log.entries.push(Entry::Finish { choice: finished.choice, reason: finished.reason.into() });
             if let Some(ended) = finished.ended {
                 counters.prompt_tokens += u64::from(ended.prompt_tokens.0);
@@ -456,29 +484,26 @@ impl Hub {
     }
 
     /// The journal's answer. What another tenant made is not there.
-    fn found(&mut self, Lookup { connection, request, from }: Lookup, kept: Option<Box<Kept>>) {
+    fn found(&mut self, Lookup { connection, request, from, .. }: Lookup, kept: Option<Box<Kept>>) {
         let Some(asking) = self.connections.get_mut(&connection) else { return };
         asking.looking = false;
         let tenant = asking.tenant;
-        let kept = kept.filter(|kept| kept.admission.tenant == tenant);
-        if let Some(Kept { admission, entries, finished_unix, .. }) = kept.map(|kept| *kept)
+        // Every live request is in memory: one that the journal has as live ended while nothing could be written.
+        if let Some(Kept { admission, entries, finished_unix: Some(finished_unix), .. }) =
+            kept.map(|kept| *kept)
+            && admission.tenant == tenant
             && !self.logs.contains_key(&request)
         {
-            // Of a live request that is not in memory there is no engine: its model is not configured. Its reader waits.
             let mut log = Log::new(self.number, ModelId(u16::MAX), admission);
             self.number += 1;
-            if finished_unix.is_some() {
-                log.admission.saved.prompt = Vec::new();
-            }
+            log.admission.saved.prompt = Vec::new();
             log.entries = entries.into_iter().map(convert::entry).collect();
-            log.ended = finished_unix;
+            log.ended = Some(finished_unix);
             let bytes = log.bytes();
             self.logs.insert(request, log);
-            if let Some(finished_unix) = finished_unix {
-                let age = Duration::from_secs(unix().saturating_sub(finished_unix));
-                let since = Instant::now().checked_sub(age).unwrap_or_else(Instant::now);
-                self.keep_finished(tenant, request, since, bytes);
-            }
+            let age = Duration::from_secs(unix().saturating_sub(finished_unix));
+            let since = Instant::now().checked_sub(age).unwrap_or_else(Instant::now);
+            self.keep_finished(tenant, request, since, bytes);
         }
         if self.read_by(connection, request).is_some() {
             self.attach(connection, request, from);
@@ -524,15 +549,22 @@ impl Hub {
     }
 
     fn tell_engine(&mut self, model: ModelId, request: RequestId, command: Command<Box<Ticket>>) {
-        let Some(engine) = self.engines.get(usize::from(model.0)) else { return };
         let cancels = matches!(command, Command::Cancel(_));
+        if let Some(Log { awaits: Some(stops), cancel_waits, .. }) = self.logs.get_mut(&request) {
+            match command {
+                Command::FinishChoice { choice, .. } => stops.push(choice),
+                _ => *cancel_waits |= cancels,
+            }
+            return;
+        }
+        let Some(engine) = self.engines.get(usize::from(model.0)) else { return };
         let waits = engine.send(command).is_err();
         if waits {
             debug!(%request, "the engine's inbox is full");
         }
         // The next tick tries a cancel again. A choice whose text is complete may go on: its readers leave the rest out.
         if let Some(log) = self.logs.get_mut(&request).filter(|_| cancels) {
-            log.cancel_waits = waits;
+            (log.cancel_waits, log.cancelled) = (waits, !waits);
         }
     }
 
@@ -586,6 +618,20 @@ impl Hub {
         }
     }
 
+    /// Whether a log's reader has not been sent all of it.
+    fn is_read(&self, request: RequestId) -> bool {
+        self.logs.get(&request).is_some_and(|log| match log.reader {
+            Reader::Attached { sent, .. } => sent < log.entries.len(),
+            Reader::None { .. } => false,
+        })
+    }
+
+    /// The log that finished first of a tenant's, and when.
+    fn oldest(&self, tenant: TenantId) -> Option<(Instant, RequestId)> {
+        let &(ended, request, _) = self.finished.get(&tenant)?.order.front()?;
+        Some((ended, request))
+    }
+
     /// Drops the log that finished first of a tenant's.
     fn drop_oldest(&mut self, tenant: TenantId) {
         let Some(logs) = self.finished.get_mut(&tenant) else { return };
@@ -601,18 +647,25 @@ impl Hub {
 
     /// Drops logs past their retention, and cancels what nobody reads any more.
     fn expire(&mut self, now: Instant) {
-        let retention = self.limits.retention;
+        // Whoever asked for it must have had the time to attach.
+        let retention = self.limits.retention.max(LEAST_KEPT);
+        let most_bytes = match *self.durability.borrow() {
+            Durability::Durable => FINISHED_BYTES,
+            // The journal has no other copy.
+            Durability::Lost { .. } => UNWRITTEN_BYTES,
+        };
         let tenants: Vec<TenantId> = self.finished.keys().copied().collect();
         for tenant in tenants {
-            let over = |logs: &FinishedLogs| {
-                logs.order.front().is_some_and(|(at, ..)| now.duration_since(*at) >= retention)
-            };
-            while self.finished.get(&tenant).is_some_and(over) {
+            while let Some((ended, request)) = self.oldest(tenant)
+                && now.duration_since(ended) >= retention
+                && !self.is_read(request)
+            {
                 self.drop_oldest(tenant);
             }
         }
-        while self.finished_bytes > FINISHED_BYTES
+        while self.finished_bytes > most_bytes
             && let Some((&most, _)) = self.finished.iter().max_by_key(|(_, logs)| logs.bytes)
+            && self.oldest(most).is_some_and(|(_, request)| !self.is_read(request))
         {
             self.drop_oldest(most);
         }
@@ -620,7 +673,7 @@ impl Hub {
         let orphans: Vec<(ModelId, RequestId)> = self
             .logs
             .iter()
-            .filter(|(_, log)| log.ended.is_none())
+            .filter(|(_, log)| log.ended.is_none() && !log.cancelled)
             .filter(|(_, log)| {
                 let unread =
                     matches!(log.reader, Reader::None { since } if now.duration_since(since) >= grace);
@@ -638,7 +691,7 @@ impl Hub {
 fn look_up(lookups: &mpsc::Sender<Lookup>, connection: ConnectionId, asking: &mut Connection) {
     if let Some(&(request, from)) = asking.unknown.front()
         && !asking.looking
-        && lookups.try_send(Lookup { connection, request, from }).is_ok()
+        && lookups.try_send(Lookup { connection, tenant: asking.tenant, request, from }).is_ok()
     {
         asking.looking = true;
         asking.unknown.pop_front();

@@ -9,7 +9,7 @@
 //! hub ─▶ lookups of requests that it does not have ─▶ hub
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -90,6 +90,8 @@ pub enum Claim {
 pub struct Lookup {
     /// Who asks.
     pub connection: ConnectionId,
+    /// Of which tenant.
+    pub tenant: TenantId,
     /// For which.
     pub request: RequestId,
     /// First entry wanted.
@@ -107,22 +109,29 @@ pub struct Recorder {
 }
 
 /// The live requests of a journal, in the order of their admission. One that ended the daemon while it was being admitted again, twice, is
-/// set aside: it fails. One that is damaged is left where it is, for its client to be told.
+/// set aside: it fails. Those of tenants that are gone are deleted, and one that is damaged is left out.
 ///
 /// # Errors
 /// The journal cannot be read or written.
-pub fn live(db: &mut JournalDb) -> Result<Vec<Kept>, pagedd_journal::DbError> {
-    let (mut live, mut aside) = (Vec::new(), Vec::new());
+pub fn live(db: &mut JournalDb, tenants: &[TenantId]) -> Result<Vec<Kept>, pagedd_journal::DbError> {
+    let (mut live, mut aside, mut gone) = (Vec::new(), Vec::new(), BTreeSet::new());
     db.replay_live(|kept| match kept {
+        Ok(kept) if !tenants.contains(&kept.admission.tenant) => drop(gone.insert(kept.admission.tenant)),
         Ok(kept) if kept.replays >= MOST_REPLAYS => aside.push(kept.admission.request),
         Ok(kept) => live.push(kept),
         Err(damage) => {
             error!(request = %damage.request, tenant = %damage.tenant, error = %damage.error, "an accepted request is damaged");
         }
     })?;
+    // The daemon ended between the removal of a tenant and that of its requests.
+    for tenant in gone {
+        db.delete_tenant(tenant)?;
+    }
     for request in aside {
         error!(%request, "the daemon died twice while it admitted this request again; it is set aside");
-        db.set_aside(request, unix())?;
+        if let Err(error) = db.set_aside(request, unix()) {
+            warn!(%request, %error, "its client is not told before it can be written");
+        }
     }
     Ok(live)
 }
@@ -175,6 +184,7 @@ pub async fn readmit(restored: Vec<Kept>, engine: EngineHandle<Box<Ticket>>, rec
         if answer.await.is_err() {
             return;
         }
+        // A daemon that goes on has admitted it.
         drop(recorder.send(Told::Replayed(request)).await);
     }
     info!(requests = count, "requests of an earlier daemon go on");
@@ -211,12 +221,17 @@ impl Work {
             self.tidy().await;
             let wake = self.writer.wakes_at().into_iter().chain(self.expire_at).min();
             let sleep = tokio::time::sleep_until(wake.unwrap_or_else(Instant::now).into());
+            // Tokens first, but one lookup after each batch: a tenant that looks up much holds up nobody, and waits not for ever.
             tokio::select! {
+                biased;
                 received = inbox.recv_many(&mut batch, BATCH) => {
                     if received == 0 {
                         break;
                     }
                     self.take(batch.drain(..)).await;
+                    if let Ok(lookup) = lookups.try_recv() {
+                        self.find(lookup).await;
+                    }
                 }
                 Some(lookup) = lookups.recv() => self.find(lookup).await,
                 () = sleep, if wake.is_some() => {}
@@ -298,7 +313,12 @@ impl Work {
         match told {
             Told::Admitted(..) | Told::Refused(..) | Told::Step(_) => unreachable!("see `take`"),
             // Nobody waits for an answer whose receiver is gone.
-            Told::Claim { tenant, idempotency, answer } => drop(answer.send(self.claim(tenant, idempotency))),
+            Told::Claim { tenant, idempotency, answer } => {
+                let claim = self.claim(tenant, idempotency);
+                if answer.send(claim).is_err() && claim == Claim::New {
+                    self.claims.remove(&(tenant, idempotency.key));
+                }
+            }
             Told::Unclaim(tenant, idempotency) => drop(self.claims.remove(&(tenant, idempotency.key))),
             Told::Replaying(request, answer) => {
                 if let Err(error) = self.writer.db().count_replay(&[request]) {
@@ -310,14 +330,20 @@ impl Work {
                 if let Err(error) = self.writer.db().clear_replays(&[request]) {
                     warn!(%request, %error, "it is not on disk that this request was admitted again");
                 }
+                drop(self.hub.send(Message::Readmitted(request)).await);
             }
             Told::Forget(tenant) => {
                 if let Err(error) = self.writer.db().delete_tenant(tenant) {
                     warn!(%tenant, %error, "requests of a removed tenant stay until their time is over");
                 }
+                self.claims.retain(|(of, _), _| *of != tenant);
+                self.lost_keys.retain(|(of, _), _| *of != tenant);
                 drop(self.hub.send(Message::Forget(tenant)).await);
             }
             Told::Sync(answer) => {
+                if self.writer.durability() != Durability::Durable {
+                    self.snapshot().await;
+                }
                 self.sync();
                 _ = answer.send(());
             }
@@ -354,8 +380,15 @@ impl Work {
     }
 
     async fn find(&mut self, lookup: Lookup) {
-        let found = self.writer.db().request(lookup.request).unwrap_or_else(|error| {
-            warn!(request = %lookup.request, %error, "a request cannot be read from the journal");
+        let Lookup { request, tenant, .. } = lookup;
+        let db = self.writer.db();
+        // What another tenant made is not read: nobody learns from the time it takes that it is there.
+        let found = db.tenant_of(request).and_then(|owner| match owner {
+            Some(owner) if owner == tenant => db.request(request),
+            Some(_) | None => Ok(None),
+        });
+        let found = found.unwrap_or_else(|error| {
+            warn!(%request, %error, "a request cannot be read from the journal");
             None
         });
         drop(self.hub.send(Message::Found(lookup, found.map(Box::new))).await);
@@ -366,27 +399,32 @@ impl Work {
         let durability = self.writer.tick(now());
         self.tell(durability);
         if self.writer.needs_snapshot(now()) {
-            fail_point!("before-snapshot");
-            let (answer, snapshot) = oneshot::channel();
-            drop(self.hub.send(Message::Snapshot(answer)).await);
-            if let Ok(snapshot) = snapshot.await {
-                fail_point!("before-snapshot-is-written");
-                let durability = self.writer.restore_snapshot(&snapshot, now());
-                if durability == Durability::Durable {
-                    info!(
-                        requests = snapshot.requests.len(),
-                        "the journal can be written again; a snapshot is on disk"
-                    );
-                    self.lost_keys.clear();
-                }
-                self.tell(durability);
-            }
+            self.snapshot().await;
         }
         if self.expire_at.is_some_and(|at| at <= Instant::now()) {
             let expired = self.writer.expire(&self.retention, now());
             let keeps = self.writer.db().keeps_ended().unwrap_or(true);
             let wait = if expired.more { Duration::ZERO } else { self.expire_every() };
             self.expire_at = keeps.then(|| Instant::now() + wait);
+        }
+    }
+
+    /// Has the hub's logs written.
+    async fn snapshot(&mut self) {
+        fail_point!("before-snapshot");
+        let (answer, snapshot) = oneshot::channel();
+        drop(self.hub.send(Message::Snapshot(answer)).await);
+        if let Ok(snapshot) = snapshot.await {
+            fail_point!("before-snapshot-is-written");
+            let durability = self.writer.restore_snapshot(&snapshot, now());
+            if durability == Durability::Durable {
+                let requests = snapshot.requests.len();
+                info!(requests, "the journal can be written again; a snapshot is on disk");
+                self.lost_keys.clear();
+            }
+            self.tell(durability);
+            // Some of them have ended.
+            self.expire_at.get_or_insert_with(Instant::now);
         }
     }
 

@@ -18,7 +18,7 @@ use anyhow::Context;
 use clap::Parser;
 use pagedd_config::{ComputeDtype, Config, ConfigError, Fsync, KvDtype, LogFormat, Overrides};
 use pagedd_control::{Supervisor, Walls};
-use pagedd_core::ModelId;
+use pagedd_core::{ModelId, TenantId};
 use pagedd_engine::Command as EngineCommand;
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::identity::Identities;
@@ -244,7 +244,9 @@ async fn serve(
         pagedd_host::walls::Walls::Reduced(reason) => Walls::Reduced { reason: reason.to_string() },
     };
     let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
-    let restored = recorder::live(&mut journal).map_err(|e| state_failure(&e))?;
+    let known: Vec<TenantId> =
+        db.tenants().map_err(|e| state_failure(&e))?.into_iter().map(|tenant| tenant.id).collect();
+    let restored = recorder::live(&mut journal, &known).map_err(|e| state_failure(&e))?;
     let retention = Retention {
         seconds: config.retention.as_secs(),
         per_tenant: BTreeMap::new(),
@@ -308,9 +310,8 @@ async fn serve(
     let engines = models.iter().map(|model| model.engine.clone()).collect();
     let mut hub = Hub::new(limits, engines, recorder.lookups.clone(), recorder.durability.clone());
     for kept in &restored {
-        if let Some(model) = models.iter().find(|model| model.name == kept.admission.saved.model) {
-            hub.restore(model.id, kept.clone());
-        }
+        let model = models.iter().find(|model| model.name == kept.admission.saved.model);
+        hub.restore(model.map_or(ModelId(u16::MAX), |model| model.id), kept.clone());
     }
     tokio::spawn(hub.run(hub_inbox));
 

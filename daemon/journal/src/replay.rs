@@ -132,6 +132,14 @@ impl JournalDb {
         kept.map(Some).map_err(|source| DbError::Damaged { path: self.path.clone(), request, source })
     }
 
+    /// Whose a request is, if it is kept.
+    ///
+    /// # Errors
+    /// Where the file cannot be read.
+    pub fn tenant_of(&self, request: RequestId) -> Result<Option<TenantId>, DbError> {
+        Ok(self.row(request)?.map(|row| row.tenant))
+    }
+
     /// Entries `[from, ..)` of one request's log; `None` where it is not kept, and none where the log ends before `from`.
     ///
     /// # Errors

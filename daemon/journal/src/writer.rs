@@ -156,6 +156,7 @@ impl JournalWriter {
             Ok(()) => {
                 self.state = State::Durable;
                 self.unsynced_since = None;
+                self.unclean_since.get_or_insert(now.instant);
             }
             Err(error) => self.lose(&error, 0, now),
         }
@@ -171,6 +172,7 @@ impl JournalWriter {
             Ok(expired) => {
                 if !expired.requests.is_empty() {
                     self.unsynced_since.get_or_insert(now.instant);
+                    self.unclean_since.get_or_insert(now.instant);
                 }
                 expired
             }

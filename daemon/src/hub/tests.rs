@@ -354,8 +354,27 @@ fn a_restored_request_is_read_on_and_is_cancelled_if_nobody_comes_back_for_it() 
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
     bench.hub.flush();
     assert_eq!(entries(&mut frames, 0), [token(1), token(2)]);
+    bench.hub.handle(Message::Stop(ConnectionId(1), REQUEST, 0));
+    assert!(bench.commands().is_empty(), "its engine does not have it yet");
+    bench.hub.handle(Message::Readmitted(REQUEST));
+    assert_eq!(bench.commands(), ["finish 0"]);
     bench.hub.handle(Message::Down(ConnectionId(1)));
     bench.hub.expire(Instant::now() + Duration::from_secs(61));
+    assert_eq!(bench.commands(), [format!("cancel {REQUEST}")]);
+}
+
+#[test]
+fn a_restored_request_that_is_cancelled_before_its_engine_has_it_is_cancelled_as_soon_as_it_does() {
+    let mut bench = bench();
+    let kept =
+        Kept { admission: admission(TENANT, REQUEST), entries: Vec::new(), finished_unix: None, replays: 0 };
+    bench.hub.restore(ModelId(0), kept);
+    let _frames = bench.up(TENANT, 1, 100);
+    bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
+    bench.hub.handle(Message::Cancel(ConnectionId(1), REQUEST));
+    bench.hub.expire(Instant::now());
+    assert!(bench.commands().is_empty(), "its engine does not have it yet");
+    bench.hub.handle(Message::Readmitted(REQUEST));
     assert_eq!(bench.commands(), [format!("cancel {REQUEST}")]);
 }
 
