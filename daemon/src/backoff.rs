@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Restart policy of one child: the first tries of a minute come at once, later ones wait longer and longer.
+/// Restart policy of one child: the first tries of a minute come at once, later ones wait longer and longer. One that worked is
+/// forgiven.
 #[derive(Debug)]
 pub struct Backoff {
     free: usize,
@@ -19,6 +20,11 @@ impl Backoff {
     /// `free` restarts per minute without waiting; beyond that, waits that double up to `longest`.
     pub fn new(free: usize, longest: Duration) -> Self {
         Self { free, longest, starts: Vec::new(), delay: FIRST_DELAY }
+    }
+
+    /// The child did what it is there for: its end is not the next start's to wait for.
+    pub fn forgive(&mut self) {
+        self.starts.clear();
     }
 
     /// How long to wait before the start that happens next, at `now`.
@@ -46,5 +52,17 @@ mod tests {
         let delays: Vec<_> = (0..7).map(|_| backoff.next(start).as_millis()).collect();
         assert_eq!(delays, [0, 0, 0, 200, 400, 800, 1000]);
         assert_eq!(backoff.next(start + Duration::from_secs(61)), Duration::ZERO, "a quiet minute forgives");
+    }
+
+    #[test]
+    fn a_child_that_worked_is_followed_at_once_however_many_died_before_it() {
+        let mut backoff = Backoff::new(3, Duration::from_secs(1));
+        let start = Instant::now();
+        for _ in 0..20 {
+            assert_eq!(backoff.next(start), Duration::ZERO);
+            backoff.forgive();
+        }
+        let delays: Vec<_> = (0..4).map(|_| backoff.next(start).as_millis()).collect();
+        assert_eq!(delays, [0, 0, 0, 200], "one that did not work is counted again");
     }
 }

@@ -371,6 +371,7 @@ impl Worker for WorkerProcess {
         match self.channel()?.recv_timeout(deadline).map_err(|e| lost(&e))? {
             FromWorker::Output(output) if output.plan == plan.0 => {
                 self.attempts = 0;
+                self.backoff.forgive();
                 self.slowest_step = self.slowest_step.max(at.elapsed());
                 Ok(convert::output(output))
             }
