@@ -259,7 +259,7 @@ fn another_protocol_version_and_a_wrong_first_frame_are_refused() {
     let mut worker = Worker::start();
     let hello = Hello { protocol: 99, ..hello(&path, Dtype::Auto) };
     let (error, retry) = worker.hello(&hello, None, None).unwrap_err();
-    assert!(error.contains("it has version 99, this worker 2"), "{error}");
+    assert!(error.contains(&format!("it has version 99, this worker {PROTOCOL}")), "{error}");
     assert!(!retry);
     let mut worker = Worker::start();
     worker.send(&ToWorker::Plan(Plan::default()));
