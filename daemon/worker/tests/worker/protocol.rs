@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use pagedd_core::TensorType;
 use pagedd_model::testing::{GgufValue, TinyModel, gguf_writer};
+use pagedd_wire::PROTOCOL;
 use pagedd_wire::worker::{Arena, Dtype, FromWorker, Hello, ModelInfo, Output, Plan, ToWorker};
 use pagedd_wire::{Channel, ChannelError};
 use pagedd_worker::ModelRunner;
