@@ -25,7 +25,7 @@ use tracing::{debug, warn};
 use crate::convert;
 use crate::recorder::{Lookup, unix};
 
-/// Messages that may wait for the hub. An engine that finds it full waits: its tokens would not be visible anyway.
+/// Messages that may wait for the hub. The recorder waits where it is full, and engines behind it: tokens would not be visible anyway.
 pub const INBOX: usize = 1024;
 /// Entries in one frame to a gateway, over all requests.
 const FRAME_ENTRIES: usize = 16 << 10;
