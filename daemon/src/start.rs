@@ -1,6 +1,6 @@
 //! From the command line to a running daemon, and its end.
 //!
-//! The order of a start: configuration → keeper (without systemd) → lock → control.db → ports → models → admin socket. What can
+//! The order of a start: configuration → keeper (without systemd) → lock → control.db, journal.db → ports → models → admin socket. What can
 //! fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound.
 
 use std::collections::BTreeMap;
