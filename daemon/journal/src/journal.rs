@@ -19,9 +19,12 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Pages in the write-ahead log from which on a commit also moves them to the file: 16 MiB, some seconds of full load. Most of
-/// them are later states of the same few pages, so that a longer log is less work.
-const CHECKPOINT_PAGES: u32 = 4096;
+/// Pages in the write-ahead log from which on a commit also moves them to the file: 4 MiB. Most of them are later states of the same
+/// few pages, so that a longer log is less work; its index is in memory.
+const CHECKPOINT_PAGES: u32 = 1024;
+
+/// Memory for pages of the file, in KiB. What is read again is at its end.
+const CACHE_KIB: i64 = 256;
 
 /// What an entry of a log takes, about.
 pub(crate) const ENTRY_BYTES: i64 = 6;
@@ -117,6 +120,7 @@ impl JournalDb {
         // Deleted prompts and tokens do not rest in free pages.
         db.pragma_update_and_check(None, "secure_delete", true, |_| Ok(())).map_err(sql)?;
         db.pragma_update_and_check(None, "wal_autocheckpoint", CHECKPOINT_PAGES, |_| Ok(())).map_err(sql)?;
+        db.pragma_update(None, "cache_size", -CACHE_KIB).map_err(sql)?;
         let mut journal = Self {
             db,
             path,
