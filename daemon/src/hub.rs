@@ -38,7 +38,7 @@ const FINISHED_BYTES: usize = 8 << 20;
 /// The same while the journal cannot be written, prompts included.
 const UNWRITTEN_BYTES: usize = 256 << 20;
 /// How long a finished log stays at least.
-const LEAST_KEPT: Duration = Duration::from_secs(1);
+const LEAST_KEPT: Duration = Duration::from_millis(250);
 /// Entries of a finished tenant's drain rate.
 const RATE_WINDOW: usize = 64;
 
