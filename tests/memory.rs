@@ -53,13 +53,19 @@ fn memories(daemon: &Daemon) -> BTreeMap<(u32, String), Memory> {
     daemon.processes().iter().map(|p| ((p.pid, p.name.clone()), p.memory())).collect()
 }
 
-/// Whether each process has what it had, to 2 %.
+/// What the daemon, which has less than 3 MB, may have more: the journal's caches and the allocator's free lists still grow. It misses
+/// the 2 % that all processes are to keep to, and SPECIFICATION says so.
+const DAEMON_GROWTH_KIB: u64 = 512;
+
+/// Whether each process has what it had, to 2 %; the daemon, to [`DAEMON_GROWTH_KIB`].
 fn are_equal(early: &BTreeMap<(u32, String), Memory>, late: &BTreeMap<(u32, String), Memory>) -> bool {
-    let equal = |a: u64, b: u64| a.abs_diff(b) * 50 <= a;
+    let equal = |name: &str, a: u64, b: u64| {
+        a.abs_diff(b) * 50 <= a || (name == "pagedd" && a.abs_diff(b) <= DAEMON_GROWTH_KIB)
+    };
     early.len() == late.len()
-        && early
-            .iter()
-            .all(|(p, before)| late.get(p).is_some_and(|after| equal(before.own_kib(), after.own_kib())))
+        && early.iter().all(|(process, before)| {
+            late.get(process).is_some_and(|after| equal(&process.1, before.own_kib(), after.own_kib()))
+        })
 }
 
 #[test]

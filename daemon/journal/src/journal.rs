@@ -24,7 +24,7 @@ use std::time::Duration;
 const CHECKPOINT_PAGES: u32 = 1024;
 
 /// Memory for pages of the file, in KiB. What is read again is at its end.
-const CACHE_KIB: i64 = 64;
+const CACHE_KIB: i64 = 256;
 
 /// What an entry of a log takes, about.
 pub(crate) const ENTRY_BYTES: i64 = 6;
