@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagedd_tests::daemon::{Daemon, Site, Tenant, model_yaml, smollm2_yaml};
 use pagedd_tests::model::smollm2;
@@ -53,9 +53,28 @@ fn memories(daemon: &Daemon) -> BTreeMap<(u32, String), Memory> {
     daemon.processes().iter().map(|p| ((p.pid, p.name.clone()), p.memory())).collect()
 }
 
-/// What the daemon, which has less than 3 MB, may have more: the journal's caches and the allocator's free lists still grow. It misses
-/// the 2 % that all processes are to keep to, and SPECIFICATION says so.
-const DAEMON_GROWTH_KIB: u64 = 512;
+/// What each process has once nothing goes on any more: what was kept for a moment after the last request is gone, and the journal is tidied up,
+/// which it does within 5 s. What leaks stays.
+fn settled(daemon: &Daemon) -> BTreeMap<(u32, String), Memory> {
+    const QUIET: Duration = Duration::from_secs(6);
+    let own = |memories: &BTreeMap<(u32, String), Memory>| -> Vec<u64> {
+        memories.values().map(Memory::own_kib).collect()
+    };
+    let (mut last, mut since) = (memories(daemon), Instant::now());
+    wait::until("memory settles", Duration::from_secs(30), || {
+        let now = memories(daemon);
+        if own(&now) != own(&last) {
+            since = Instant::now();
+        }
+        last = now;
+        since.elapsed() >= QUIET
+    });
+    last
+}
+
+/// What the daemon, which has some 2,500 KiB, may have more: 64 to 92 were seen. It misses the 2 % that all processes are to keep to, and
+/// SPECIFICATION says so.
+const DAEMON_GROWTH_KIB: u64 = 128;
 
 /// Whether each process has what it had, to 2 %; the daemon, to [`DAEMON_GROWTH_KIB`].
 fn are_equal(early: &BTreeMap<(u32, String), Memory>, late: &BTreeMap<(u32, String), Memory>) -> bool {
@@ -78,7 +97,7 @@ fn two_thousand_requests_with_random_cancels_leave_memory_and_blocks_as_they_wer
     // The busiest part comes first: tables and queues reach their size in it.
     requests(&tenants, 500, 32, 1);
     daemon.wait_idle();
-    let early = memories(&daemon);
+    let early = settled(&daemon);
     requests(&tenants, 1500, 16, 2);
     daemon.wait_idle();
 
@@ -92,12 +111,7 @@ fn two_thousand_requests_with_random_cancels_leave_memory_and_blocks_as_they_wer
         .sum();
     assert_eq!(cached, number("blocks_cached"), "{model}");
 
-    // What was kept for a moment after the last request goes; what leaks stays.
-    let mut late = memories(&daemon);
-    let settled = wait::within(Duration::from_secs(15), || {
-        late = memories(&daemon);
-        are_equal(&early, &late).then_some(())
-    });
+    let late = settled(&daemon);
     for (process, before) in &early {
         let after = late.get(process).map(Memory::own_kib);
         println!(
@@ -105,7 +119,7 @@ fn two_thousand_requests_with_random_cancels_leave_memory_and_blocks_as_they_wer
             before.own_kib()
         );
     }
-    assert!(settled.is_some(), "memory differs by more than 2 %: {early:#?}, then {late:#?}");
+    assert!(are_equal(&early, &late), "memory differs by more than 2 %: {early:#?}, then {late:#?}");
     daemon.stop();
 }
 

@@ -291,7 +291,13 @@ impl Hub {
                     self.flush();
                 }
                 () = tokio::time::sleep(RETRY), if lagging => self.flush(),
-                _ = housekeeping.tick(), if !self.logs.is_empty() => self.expire(Instant::now()),
+                _ = housekeeping.tick(), if !self.logs.is_empty() => {
+                    self.expire(Instant::now());
+                    if self.logs.is_empty() {
+                        self.logs.shrink_to_fit();
+                        pagedd_host::memory::give_back();
+                    }
+                }
             }
         }
     }

@@ -1,4 +1,5 @@
 //! Memory of the host and of processes.
+#![allow(unsafe_code)]
 
 use std::fs;
 use std::io;
@@ -59,6 +60,17 @@ pub fn rss(pid: u32) -> io::Result<Rss> {
     Ok(Rss { anon: bytes("RssAnon"), shmem: bytes("RssShmem"), file: bytes("RssFile") })
 }
 
+/// Gives back to the system what this process has freed. The allocator keeps it otherwise, and a burst would be paid for as long as the
+/// process lives. Takes some milliseconds at most.
+pub fn give_back() {
+    // Other allocators do as they think best.
+    #[cfg(target_env = "gnu")]
+    {
+        // SAFETY: it has no precondition and takes the allocator's own locks.
+        unsafe { libc::malloc_trim(0) };
+    }
+}
+
 /// The value of a line `name:   123 kB`.
 fn kilobytes(text: &str, name: &str) -> Option<Bytes> {
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
@@ -106,6 +118,20 @@ mod tests {
     fn a_process_has_resident_memory_and_a_missing_one_is_an_error() {
         assert!(rss(std::process::id()).unwrap().anon > Bytes::ZERO);
         assert!(rss(0).is_err());
+    }
+
+    #[test]
+    #[cfg(target_env = "gnu")]
+    fn what_was_freed_goes_back_to_the_system() {
+        // Pieces below the size from which on the allocator maps memory of its own, held up by one that stays behind them.
+        let mut pieces: Vec<Vec<u8>> = (0..4000).map(|_| vec![1; 16 << 10]).collect();
+        let stays = pieces.pop();
+        let before = rss(std::process::id()).unwrap().anon;
+        drop(pieces);
+        give_back();
+        let after = rss(std::process::id()).unwrap().anon;
+        drop(stays);
+        assert!(after.0 + (48 << 20) < before.0, "{before} before, {after} after");
     }
 
     #[test]
