@@ -84,3 +84,39 @@ fn a_full_disk_stops_nothing_and_what_ran_through_it_survives_the_daemon() {
     assert_eq!(daemon.model()["blocks_held"], 0);
     daemon.stop();
 }
+
+#[test]
+fn a_daemon_that_starts_on_a_full_disk_goes_on_with_what_it_finds_serves_and_is_durable_once_there_is_room() {
+    let folder = tempfile::tempdir().expect("a folder for the model");
+    let mut daemon = Site::new(&tiny::yaml(folder.path())).with_small_disk("12m").start();
+    let acme = daemon.add_tenant_of(tiny::MIX.model, "acme", "10%", "90%");
+    let mut random = Random::new(7);
+    let mut long = Ask::plain(tiny::MIX, &mut random, 8, 8_000);
+    long.body["temperature"] = json!(0.8);
+    long.body["seed"] = json!(7);
+    let short = Ask::plain(tiny::MIX, &mut random, 20, 64);
+    let mut exchange = Exchange::new(&acme.http, &long, "long".into());
+    assert_eq!(exchange.advance(), Ok(true));
+    wait::until("the gauge says that nothing is durable", CHANGE, || {
+        fill(&daemon);
+        !is_durable(&daemon)
+    });
+    let pid = daemon.status()["pid"].as_u64().expect("pid") as u32;
+    let old = kill_descendant(daemon.root(), pid);
+    wait::until("another daemon answers", CHANGE, || !old.lives() && daemon.ctl(&["status"]).code == Some(0));
+    daemon.wait_ready();
+    let ask = |name: &str| {
+        let mut exchange = Exchange::new(&acme.http, &short, name.to_owned());
+        exchange.finish().unwrap_or_else(|e| panic!("{name}: {e}")).clone()
+    };
+    wait::until("the tenant is served", CHANGE, || acme.http.get("/readyz").status == 200);
+    let full = ask("full");
+    assert!(!is_durable(&daemon), "it is durable without room");
+    fs::remove_file(daemon.state().join("ballast")).expect("make room");
+    wait::until("the gauge says that all is durable again", CHANGE, || is_durable(&daemon));
+    assert_eq!(ask("room"), full);
+    let through = exchange.finish().unwrap_or_else(|e| panic!("{e}")).clone();
+    let mut undisturbed = Exchange::new(&acme.http, &long, "undisturbed".into());
+    assert_eq!(*undisturbed.finish().unwrap_or_else(|e| panic!("{e}")), through);
+    daemon.stop();
+}

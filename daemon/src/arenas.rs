@@ -1,4 +1,4 @@
-//! What a model's workers leave behind: the arenas, the ledger of the KV arena, and the process that may still write it.
+//! What a model's workers leave behind: the arenas, the ledger of the KV arena, what steps took, and the process that may still write.
 //!
 //! **Owns** their fds, and what the service manager holds of them over a restart of the daemon. **Never** maps an arena, and never
 //! hands a KV arena on before the last process that could write it is proven gone.
@@ -11,12 +11,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use pagedd_core::{Blocks, Tokens};
+use pagedd_core::{Blocks, StepCost, Tokens};
 use pagedd_host::Pidfd;
 use pagedd_host::fdstore::{FdStore, StoreError};
 use pagedd_host::shared::{SharedMemory, file_id};
 use pagedd_kv::{Ledger, LedgerHeader, PrefixHasher};
-use pagedd_wire::worker::{Arena, ModelInfo};
+use pagedd_wire::worker::{Arena, KnownCost, ModelInfo};
+use pagedd_wire::{FrameBuffer, encode};
 use tracing::{info, warn};
 
 /// How long a killed worker of an earlier daemon may take to be gone.
@@ -32,6 +33,8 @@ pub struct Arenas {
     ledger: Option<OwnedFd>,
     /// The last worker of an earlier daemon, until it is proven gone.
     writer: Option<OwnedFd>,
+    /// What steps took a worker of an earlier daemon, or of this one.
+    cost: Option<KnownCost>,
 }
 
 impl Arenas {
@@ -39,7 +42,27 @@ impl Arenas {
     pub fn new(store: Arc<FdStore>, model: &str) -> Self {
         let take = |kind| store.take(&name(kind, model));
         let (weights, kv, ledger, writer) = (take(WEIGHTS), take(KV), take(LEDGER), take(WORKER));
-        Self { store, model: model.to_owned(), weights, kv, ledger, writer }
+        let cost = take(COST).and_then(read_cost);
+        Self { store, model: model.to_owned(), weights, kv, ledger, writer, cost }
+    }
+
+    /// What is known of the time that steps take.
+    pub fn known_cost(&self) -> Option<KnownCost> {
+        self.cost
+    }
+
+    /// Keeps what a worker has measured: the next daemon comes up sooner by as much as measuring takes.
+    pub fn keep_cost(&mut self, cost: KnownCost) {
+        if self.cost == Some(cost) || !StepCost::from(cost.cost).is_known() {
+            return;
+        }
+        self.cost = Some(cost);
+        let kept = write_cost(&cost).and_then(|memory| {
+            self.store.store(&name(COST, &self.model), memory.as_fd()).map_err(io::Error::other)
+        });
+        if let Err(error) = kept {
+            warn!(model = self.model, %error, "the next daemon will measure anew what steps take");
+        }
     }
 
     /// Ends the last worker of an earlier daemon. Where it is not proven gone, its KV arena is not used again.
@@ -140,6 +163,7 @@ const WEIGHTS: &str = "weights";
 const KV: &str = "kv";
 const LEDGER: &str = "ledger";
 const WORKER: &str = "worker";
+const COST: &str = "cost";
 
 /// What the manager holds an fd under.
 fn name(kind: &str, model: &str) -> String {
@@ -154,6 +178,21 @@ fn prove_gone(process: &Pidfd) -> Result<(), String> {
         Ok(false) => Err("its worker does not die".to_owned()),
         Err(e) => Err(format!("its worker cannot be waited for: {e}")),
     }
+}
+
+fn write_cost(cost: &KnownCost) -> io::Result<SharedMemory> {
+    let frame = encode(cost).map_err(io::Error::other)?;
+    let mut memory = SharedMemory::create("pagedd-cost", frame.len())?;
+    memory.as_mut().copy_from_slice(&frame);
+    Ok(memory)
+}
+
+/// Whoever wrote it may have been of another version: what makes no sense is nothing.
+fn read_cost(fd: OwnedFd) -> Option<KnownCost> {
+    let memory = SharedMemory::map(fd).ok()?;
+    let mut frame = FrameBuffer::new();
+    frame.push(memory.as_ref());
+    frame.next_frame().ok()?
 }
 
 /// The ledger in an fd of an earlier daemon's.

@@ -1,6 +1,6 @@
 //! Scheduler types ⇄ wire types and saved types. They are kept apart so that neither a frame nor a saved record is ever a live value.
 
-use pagedd_core::{BlockId, PlanId, RequestId, SequenceId, TokenId, Tokens};
+use pagedd_core::{BlockId, PlanId, SequenceId, TokenId, Tokens};
 use pagedd_engine::StepRecord;
 use pagedd_journal as saved;
 use pagedd_sched::{Input, NewRequest, Restored, RestoredChoice, SequenceSnapshot, StepOutput, StepPlan};
@@ -78,8 +78,9 @@ pub fn output(output: wire::Output) -> StepOutput {
     }
 }
 
-/// The entries that a step puts to the ends of logs: all tokens, then the choices that ended, each before its request's end.
-pub fn entries(step: &StepRecord) -> Vec<(RequestId, saved::Entry)> {
+/// What the journal keeps of a step: all tokens, then the choices that ended, each before its request's end.
+pub fn step(step: &StepRecord) -> saved::Step {
+    let started = step.started.iter().map(|started| (started.request, started.cached_tokens.0));
     let tokens =
         step.tokens.iter().map(|t| (t.request, saved::Entry::Token { choice: t.choice, token: t.token.0 }));
     let finished = step.finished.iter().flat_map(|finished| {
@@ -87,7 +88,7 @@ pub fn entries(step: &StepRecord) -> Vec<(RequestId, saved::Entry)> {
         let end = finished.ended.map(|ended| saved::Entry::End { cached_tokens: ended.cached_tokens.0 });
         std::iter::once(finish).chain(end).map(|entry| (finished.request, entry))
     });
-    tokens.chain(finished).collect()
+    saved::Step { started: started.collect(), entries: tokens.chain(finished).collect() }
 }
 
 /// A saved entry as its frame has it.
@@ -112,6 +113,8 @@ pub fn saved_entry(entry: &gateway::Entry) -> saved::Entry {
                 gateway::Finish::Length => saved::Finish::Length,
                 gateway::Finish::Cancelled => saved::Finish::Cancelled,
                 gateway::Finish::Failed => saved::Finish::Failed,
+                gateway::Finish::ModelChanged => saved::Finish::ModelChanged,
+                gateway::Finish::ModelGone => saved::Finish::ModelGone,
             },
         },
         gateway::Entry::End { cached_tokens } => saved::Entry::End { cached_tokens },
@@ -160,5 +163,5 @@ pub fn restored(kept: &saved::Kept) -> Restored {
             saved::Entry::End { .. } => {}
         }
     }
-    Restored { request: new_request(&kept.admission), choices, cached_tokens: None }
+    Restored { request: new_request(&kept.admission), choices, cached_tokens: kept.cached_tokens.map(Tokens) }
 }

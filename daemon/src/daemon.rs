@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_config::{Amount, FIRST_TENANT_PORT, Percent, TenantName as CheckedName};
 use pagedd_control::{
@@ -11,19 +12,26 @@ use pagedd_control::{
     MAX_LABEL, MetricsText, Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges,
     TenantInfo, TenantListed, TenantRemove, TenantSet, TenantShown, TenantSpec, Walls,
 };
-use pagedd_core::{Blocks, ModelId};
-use pagedd_engine::Command as EngineCommand;
+use pagedd_core::{Blocks, FinishReason, ModelId, TenantId};
+use pagedd_engine::{Command as EngineCommand, StepRecord};
 use pagedd_journal::{ControlDb, DbError, Durability, Kept, KeyRow, NewKey, NewTenant, TenantUpdate};
 use tokio::sync::{mpsc, oneshot, watch};
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::admin::Order;
+use crate::convert;
 use crate::gateway::Going;
+use crate::hub::Message;
 use crate::model::Model;
 use crate::recorder::{self, Told};
 use crate::status;
 use crate::tenants::{ENGINE_ANSWER, ShareAmounts, Tenant, TenantShop, Unserved};
 use crate::worker::ModelState;
+
+/// New requests wait no longer for those of an earlier daemon. Only one that a daemon ended with can take so long.
+const LONGEST_CLOSED: Duration = Duration::from_secs(20);
+/// Between two tries to tell an engine of a tenant's share.
+const APPLY_RETRY: Duration = Duration::from_secs(1);
 
 /// Facts about the daemon itself, for status.
 pub struct Facts {
@@ -53,6 +61,8 @@ pub struct Daemon {
     pub shop: TenantShop,
     /// Tenants and keys on disk.
     pub db: Db,
+    /// The way back to itself.
+    pub events: mpsc::WeakSender<Event>,
     /// Whether what was accepted survives the daemon.
     pub durability: watch::Receiver<Durability>,
     /// Live requests of an earlier daemon, in the order of their admission, until their models are ready.
@@ -63,8 +73,10 @@ pub struct Daemon {
 pub enum Event {
     /// An admin command.
     Order(Order),
-    /// A model's pool has a size for the first time.
+    /// A model's pool has a size for the first time, or its engine was too busy when it had.
     ModelReady(ModelId),
+    /// Its requests of an earlier daemon are in its engine.
+    Readmitted(ModelId),
     /// Nothing more is admitted.
     Drain,
     /// Every gateway ends; the sender learns when all have.
@@ -123,6 +135,9 @@ impl Daemon {
                     drop(answer.send(result.into()));
                 }
                 Event::ModelReady(model) => self.model_ready(model).await,
+                Event::Readmitted(model) => {
+                    self.of_model(model).for_each(|tenant| tenant.set_readmitting(false));
+                }
                 Event::Drain => self.tenants.values().for_each(|tenant| tenant.set_going(Going::Draining)),
                 Event::Shutdown(done) => {
                     let tenants = std::mem::take(&mut self.tenants);
@@ -392,15 +407,24 @@ impl Daemon {
     async fn remove(&mut self, remove: TenantRemove) -> Result<Removed, ControlError> {
         let TenantRemove { name, force } = remove;
         if let Some(id) = self.unserved.get(&name).map(|unserved| unserved.record.id) {
+            let live = self.live(id).await;
+            if live > 0 && !force {
+                return Err(ControlError::new(
+                    ErrorCode::Busy,
+                    format!("tenant `{name}` has {live} requests that wait for its model"),
+                )
+                .remedy("bring the model back and restart, or use --force to lose them"));
+            }
             self.db.with(move |db| db.remove_tenant(id)).await?;
             self.unserved.remove(&name);
             self.restored.retain(|kept| kept.admission.tenant != id);
             drop(self.shop.recorder.send(Told::Forget(id)).await);
-            return Ok(Removed { id: id.0, name, cancelled: 0 });
+            return Ok(Removed { id: id.0, name, cancelled: live });
         }
         let tenant = self.tenant(&name)?;
-        let info = tenant.info(self.shop.address);
-        let live = info.running + info.waiting;
+        let (id, info) = (tenant.record.id, tenant.info(self.shop.address));
+        // Those of an earlier daemon may not have come to the engine yet.
+        let live = self.live(id).await.max(info.running + info.waiting);
         if live > 0 && !force {
             return Err(ControlError::new(
                 ErrorCode::Busy,
@@ -408,7 +432,6 @@ impl Daemon {
             )
             .remedy("suspend it and wait, or use --force to cancel them"));
         }
-        let id = tenant.record.id;
         self.db.with(move |db| db.remove_tenant(id)).await?;
         self.restored.retain(|kept| kept.admission.tenant != id);
         let Some(tenant) = self.tenants.remove(&name) else { return Err(unknown_tenant(&name)) };
@@ -427,6 +450,14 @@ impl Daemon {
         }
         drop(self.shop.recorder.send(Told::Forget(tenant_id)).await);
         Ok(Removed { id: id.0, name, cancelled: live })
+    }
+
+    /// Requests of a tenant that have not ended.
+    async fn live(&self, tenant: TenantId) -> u32 {
+        let (sender, live) = oneshot::channel();
+        // The hub ends only with the daemon.
+        drop(self.shop.hub.send(Message::Live(tenant, sender)).await);
+        live.await.unwrap_or_default()
     }
 
     async fn suspend(&mut self, name: &str, suspended: bool) -> Result<TenantShown, ControlError> {
@@ -487,27 +518,70 @@ impl Daemon {
         Ok(info)
     }
 
-    /// The pool has a size: floors and ceilings become blocks. A tenant whose floor no longer fits is not served, and says so.
+    fn of_model(&self, model: ModelId) -> impl Iterator<Item = &Tenant> {
+        self.tenants.values().filter(move |tenant| tenant.model.id == model)
+    }
+
+    /// The pool has a size: floors and ceilings become blocks. A tenant whose floor no longer fits is not served, and says so; one whose
+    /// engine was too busy is tried again.
     ///
     /// Then the model's requests of an earlier daemon go on.
     async fn model_ready(&mut self, model: ModelId) {
-        for tenant in self.tenants.values().filter(|tenant| tenant.model.id == model) {
-            let misfit = tenant
-                .apply(tenant.share, tenant.record.prompt_lookup)
-                .await
-                .err()
-                .map(|error| error.message);
-            if let Some(reason) = &misfit {
-                warn!(tenant = tenant.record.name, reason, "tenant is not served");
+        let mut again = false;
+        for tenant in self.of_model(model) {
+            let misfit = tenant.apply(tenant.share, tenant.record.prompt_lookup).await.err();
+            if let Some(ControlError { message, code, .. }) = &misfit {
+                warn!(tenant = tenant.record.name, reason = message, "tenant is not served");
+                again |= *code == ErrorCode::Busy;
             }
-            tenant.set_misfit(misfit);
+            tenant.set_misfit(misfit.map(|error| error.message));
+        }
+        if again {
+            let events = self.events.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(APPLY_RETRY).await;
+                tell(&events, Event::ModelReady(model)).await;
+            });
         }
         let Some(model) = self.models.get(usize::from(model.0)) else { return };
         let of_model = |kept: &mut Kept| kept.admission.saved.model == model.name;
         let restored: Vec<Kept> = self.restored.extract_if(.., of_model).collect();
         if !restored.is_empty() {
-            tokio::spawn(recorder::readmit(restored, model.engine.clone(), self.shop.recorder.clone()));
+            tokio::spawn(readmit(restored, model.clone(), self.shop.recorder.clone(), self.events.clone()));
         }
+    }
+}
+
+/// Goes on with a model's requests of an earlier daemon, and lets new ones in behind them.
+async fn readmit(
+    mut restored: Vec<Kept>,
+    model: Arc<Model>,
+    recorder: mpsc::Sender<Told>,
+    events: mpsc::WeakSender<Event>,
+) {
+    let digest = model.state.borrow().model().map(|ready| ready.info.file_digest);
+    let changed = |kept: &mut Kept| {
+        let before = kept.admission.model_digest;
+        before.is_some() && digest.is_some() && before != digest
+    };
+    for kept in restored.extract_if(.., changed) {
+        let request = kept.admission.request;
+        error!(%request, model = model.name, "the model's file was replaced in the middle of a request; it fails");
+        let finished = convert::restored(&kept).finish(FinishReason::ModelChanged);
+        drop(recorder.send(Told::Step(StepRecord { finished, ..StepRecord::default() })).await);
+    }
+    let mut readmitted = pin!(recorder::readmit(restored, model.engine.clone(), recorder));
+    let late = tokio::time::timeout(LONGEST_CLOSED, &mut readmitted).await.is_err();
+    tell(&events, Event::Readmitted(model.id)).await;
+    if late {
+        readmitted.await;
+    }
+}
+
+/// Tells the daemon's task, as long as there is one.
+async fn tell(events: &mpsc::WeakSender<Event>, event: Event) {
+    if let Some(events) = events.upgrade() {
+        drop(events.send(event).await);
     }
 }
 
@@ -521,12 +595,16 @@ fn durable(durability: &Durability) -> Durable {
     }
 }
 
-/// Tells the daemon's task when a model's pool first has a size.
-pub async fn watch_model(model: Arc<Model>, events: mpsc::Sender<Event>) {
+/// Tells the daemon's task when a model's pool first has a size, or the hub that it never will.
+pub async fn watch_model(model: Arc<Model>, events: mpsc::Sender<Event>, hub: mpsc::Sender<Message>) {
     let mut state = model.state.clone();
-    let ready = state.wait_for(|state| matches!(state, ModelState::Ready(_))).await.is_ok();
-    if ready {
-        drop(events.send(Event::ModelReady(model.id)).await);
+    let settled = state
+        .wait_for(|state| matches!(state, ModelState::Ready(_) | ModelState::Failed { .. }))
+        .await
+        .map(|state| matches!(*state, ModelState::Ready(_)));
+    match settled {
+        Ok(true) => drop(events.send(Event::ModelReady(model.id)).await),
+        Ok(false) | Err(_) => drop(hub.send(Message::ModelFailed(model.id)).await),
     }
 }
 

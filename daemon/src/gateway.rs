@@ -28,7 +28,7 @@ use crate::convert;
 use crate::hub::{ConnectionId, Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
-use crate::recorder::{Claim, Told, unix};
+use crate::recorder::{Claim, Hold, Told, unix};
 use crate::template::{Fork, ForkError, Forked};
 use crate::worker::ModelState;
 
@@ -56,6 +56,8 @@ pub struct TenantFacts {
     pub going: Going,
     /// Why the tenant cannot be served, for example floors that no longer fit.
     pub misfit: Option<String>,
+    /// Requests of an earlier daemon enter before new ones.
+    pub readmitting: bool,
 }
 
 /// How far the daemon's end has come.
@@ -340,23 +342,20 @@ impl GatewayTask {
             check(&request, &model.info)?;
         }
         let idempotency = request.idempotency.map(|made| Idempotency { key: made.key, body: made.body });
+        let mut held = None;
         if let Some(idempotency) = idempotency {
             let (answer, claim) = oneshot::channel();
             let told = Told::Claim { tenant: self.tenant, idempotency, answer };
             drop(self.recorder.send(told).await);
             match claim.await {
-                Ok(Claim::New) => {}
+                Ok(Claim::New(hold)) => held = Some(hold),
                 Ok(Claim::Made(request)) => return Ok(Some(request)),
                 Ok(Claim::Conflict) => return Err(Refusal::IdempotencyConflict),
                 Ok(Claim::Busy) => return Err(self.busy()),
                 Err(_) => return Err(Refusal::Closed(Closed::Draining)),
             }
         }
-        let put = self.put(connection, ticket, request, idempotency);
-        if let (Err(_), Some(idempotency)) = (&put, idempotency) {
-            drop(self.recorder.send(Told::Unclaim(self.tenant, idempotency)).await);
-        }
-        put.map(|()| None)
+        self.put(connection, ticket, request, idempotency.zip(held)).map(|()| None)
     }
 
     /// To be tried again soon.
@@ -372,7 +371,7 @@ impl GatewayTask {
         connection: ConnectionId,
         ticket: u64,
         request: Request,
-        idempotency: Option<Idempotency>,
+        claimed: Option<(Idempotency, Hold)>,
     ) -> Result<(), Refusal> {
         let Request { prompt, sampling, n, max_tokens, stop_ids, on_leave, key, idempotency: _, context } =
             request;
@@ -392,7 +391,9 @@ impl GatewayTask {
             stop_ids,
             context,
         };
-        let admission = Admission { request: id, tenant: self.tenant, idempotency, saved };
+        let (idempotency, hold) = claimed.unzip();
+        let model_digest = self.model.state.borrow().model().map(|model| model.info.file_digest);
+        let admission = Admission { request: id, tenant: self.tenant, idempotency, model_digest, saved };
         let submission = Submission {
             request: convert::new_request(&admission),
             ticket: Box::new(Ticket {
@@ -402,6 +403,8 @@ impl GatewayTask {
                 number: ticket,
                 block_size: self.model.config.block_size.0,
                 idempotency: admission.idempotency,
+                _hold: hold,
+                model_digest: admission.model_digest,
                 saved: admission.saved,
             }),
         };
@@ -464,6 +467,9 @@ fn closed(facts: &TenantFacts, state: &ModelState) -> Option<Closed> {
     }
     if let Some(misfit) = &facts.misfit {
         return Some(Closed::Failed(misfit.clone()));
+    }
+    if facts.readmitting && matches!(state, ModelState::Ready(_)) {
+        return Some(Closed::Loading);
     }
     match state {
         ModelState::Loading { .. } | ModelState::Restarting { last: None, .. } => Some(Closed::Loading),

@@ -8,6 +8,7 @@
 //! journal, one for each gateway at a time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fail::fail_point;
@@ -23,7 +24,9 @@ use tokio::time::MissedTickBehavior;
 use tracing::{debug, warn};
 
 use crate::convert;
-use crate::recorder::{Lookup, unix};
+use crate::recorder::{Hold, Lookup, Recorder, Told, unix};
+
+mod unserved;
 
 /// Messages that may wait for the hub. The recorder waits where it is full, and engines behind it: tokens would not be visible anyway.
 pub const INBOX: usize = 1024;
@@ -39,6 +42,8 @@ const FINISHED_BYTES: usize = 8 << 20;
 const UNWRITTEN_BYTES: usize = 256 << 20;
 /// How long a finished log stays at least.
 const LEAST_KEPT: Duration = Duration::from_millis(250);
+/// Model of a request whose own is not configured.
+const NO_MODEL: ModelId = ModelId(u16::MAX);
 /// Entries of a finished tenant's drain rate.
 const RATE_WINDOW: usize = 64;
 
@@ -60,6 +65,10 @@ pub struct Ticket {
     pub block_size: u32,
     /// Under what it will be asked for again.
     pub idempotency: Option<Idempotency>,
+    /// Until then nobody else gets the key.
+    pub _hold: Option<Hold>,
+    /// Digest of its model's file.
+    pub model_digest: Option<[u8; 16]>,
     /// The whole request, for the journal.
     pub saved: SavedRequest,
 }
@@ -69,7 +78,7 @@ pub enum Message {
     /// The engine took a request, and that is durable.
     Admitted {
         /// Which, and what was asked.
-        admission: Box<Admission>,
+        admission: Arc<Admission>,
         /// The model that was asked.
         model: ModelId,
         /// Who asked, and waits for the answer.
@@ -106,6 +115,10 @@ pub enum Message {
     Forget(TenantId),
     /// An engine has a request of an earlier daemon.
     Readmitted(RequestId),
+    /// No engine will ever have those of this model.
+    ModelFailed(ModelId),
+    /// How many requests of a tenant have not ended.
+    Live(TenantId, oneshot::Sender<u32>),
     /// What the journal has of a request that was looked up.
     Found(Lookup, Option<Box<Kept>>),
     /// All that is live, and what ended while nothing could be written.
@@ -122,7 +135,7 @@ pub struct Counters {
     /// Requests not admitted by the engine.
     pub refused: u64,
     /// Choices that ended, in the order of [`FinishReason::ALL`].
-    pub finished: [u64; 4],
+    pub finished: [u64; FinishReason::ALL.len()],
     /// Prompt tokens of ended requests.
     pub prompt_tokens: u64,
     /// Of those, found in the prefix cache.
@@ -137,6 +150,8 @@ struct Log {
     admission: Admission,
     /// As it was when the prompt was there.
     prompt_tokens: u32,
+    /// Of those, found in the prefix cache; `None` where it has not started.
+    cached_tokens: Option<u32>,
     model: ModelId,
     /// Among all logs of this daemon, in the order of admission.
     number: u64,
@@ -165,6 +180,7 @@ impl Log {
     fn new(number: u64, model: ModelId, admission: Admission) -> Self {
         Self {
             prompt_tokens: admission.saved.prompt.len() as u32,
+            cached_tokens: None,
             admission,
             model,
             number,
@@ -224,7 +240,10 @@ pub struct Hub {
     limits: Limits,
     engines: Vec<EngineHandle<Box<Ticket>>>,
     lookups: mpsc::Sender<Lookup>,
+    recorder: mpsc::Sender<Told>,
     durability: watch::Receiver<Durability>,
+    /// Models that no engine runs, and since when that is known.
+    unserved: BTreeMap<ModelId, Instant>,
     logs: HashMap<RequestId, Log>,
     /// Logs so far.
     number: u64,
@@ -239,18 +258,15 @@ pub struct Hub {
 impl Hub {
     /// A hub for these engines, indexed by [`ModelId`].
     ///
-    /// `lookups` go to the journal and come back as [`Message::Found`].
-    pub fn new(
-        limits: Limits,
-        engines: Vec<EngineHandle<Box<Ticket>>>,
-        lookups: mpsc::Sender<Lookup>,
-        durability: watch::Receiver<Durability>,
-    ) -> Self {
+    /// Lookups go to the journal and come back as [`Message::Found`].
+    pub fn new(limits: Limits, engines: Vec<EngineHandle<Box<Ticket>>>, recorder: &Recorder) -> Self {
         Self {
             limits,
             engines,
-            lookups,
-            durability,
+            lookups: recorder.lookups.clone(),
+            recorder: recorder.inbox.clone(),
+            durability: recorder.durability.clone(),
+            unserved: BTreeMap::new(),
             logs: HashMap::new(),
             number: 0,
             connections: HashMap::new(),
@@ -263,9 +279,14 @@ impl Hub {
 
     /// Takes over a live request of an earlier daemon. Nobody reads it yet, and its engine does not have it before
     /// [`Message::Readmitted`]; a model that is not configured has none.
-    pub fn restore(&mut self, model: ModelId, kept: Kept) {
+    pub fn restore(&mut self, model: Option<ModelId>, kept: Kept) {
         let request = kept.admission.request;
+        let model = model.unwrap_or_else(|| {
+            self.model_failed(NO_MODEL);
+            NO_MODEL
+        });
         let mut log = Log::new(self.number, model, kept.admission);
+        log.cached_tokens = kept.cached_tokens;
         log.entries = kept.entries.into_iter().map(convert::entry).collect();
         log.awaits = Some(Vec::new());
         self.number += 1;
@@ -305,7 +326,8 @@ impl Hub {
     fn handle(&mut self, message: Message) {
         match message {
             Message::Admitted { admission, model, connection, number } => {
-                self.admitted(*admission, model, connection, number);
+                // The recorder has let go of it.
+                self.admitted(Arc::unwrap_or_clone(admission), model, connection, number);
             }
             Message::Refused(ticket, error) => self.refused(&ticket, error),
             Message::Step(record) => self.record(record),
@@ -338,6 +360,12 @@ impl Hub {
                 self.ends.remove(&tenant);
             }
             Message::Readmitted(request) => self.readmitted(request),
+            Message::ModelFailed(model) => self.model_failed(model),
+            // An operator who went away does not want the answer.
+            Message::Live(tenant, answer) => {
+                let live = |log: &&Log| log.admission.tenant == tenant && log.ended.is_none();
+                _ = answer.send(self.logs.values().filter(live).count() as u32);
+            }
             Message::Found(lookup, kept) => self.found(lookup, kept),
             // The recorder waits for it.
             Message::Snapshot(answer) => drop(answer.send(self.snapshot())),
@@ -409,6 +437,11 @@ impl Hub {
     }
 
     fn record(&mut self, record: StepRecord) {
+        for started in record.started {
+            if let Some(log) = self.logs.get_mut(&started.request) {
+                log.cached_tokens = Some(started.cached_tokens.0);
+            }
+        }
         for token in record.tokens {
             let Some(log) = self.logs.get_mut(&token.request) else { continue };
             log.entries.push(Entry::Token { choice: token.choice, token: token.token.0 });
@@ -500,7 +533,7 @@ impl Hub {
             && admission.tenant == tenant
             && !self.logs.contains_key(&request)
         {
-            let mut log = Log::new(self.number, ModelId(u16::MAX), admission);
+            let mut log = Log::new(self.number, NO_MODEL, admission);
             self.number += 1;
             log.admission.saved.prompt = Vec::new();
             log.entries = entries.into_iter().map(convert::entry).collect();
@@ -529,6 +562,7 @@ impl Hub {
         let requests = logs.into_iter().map(|log| SnapshotRequest {
             admission: log.admission.clone(),
             entries: log.entries.iter().map(convert::saved_entry).collect(),
+            cached_tokens: log.cached_tokens,
             finished_unix: log.ended,
         });
         Snapshot { requests: requests.collect() }
@@ -690,6 +724,7 @@ impl Hub {
         for (model, request) in orphans {
             self.tell_engine(model, request, Command::Cancel(request));
         }
+        self.end_unserved(now);
     }
 }
 

@@ -30,6 +30,8 @@ use crate::worker::ModelState;
 pub struct Exporter {
     hub: mpsc::Sender<Message>,
     durability: watch::Receiver<Durability>,
+    /// Requests of an earlier daemon that go no further.
+    set_aside: u64,
 }
 
 type Labels = Vec<(&'static str, String)>;
@@ -109,8 +111,8 @@ impl View {
 
 impl Exporter {
     /// An exporter that asks this hub for counters.
-    pub fn new(hub: mpsc::Sender<Message>, durability: watch::Receiver<Durability>) -> Self {
-        Self { hub, durability }
+    pub fn new(hub: mpsc::Sender<Message>, durability: watch::Receiver<Durability>, set_aside: u64) -> Self {
+        Self { hub, durability, set_aside }
     }
 
     async fn counters(&self) -> BTreeMap<TenantId, Counters> {
@@ -163,6 +165,8 @@ impl Exporter {
         families.gauge("pagedd_durable", "Whether accepted requests survive the daemon.", &none, durable);
         let help = "Records that the journal did not take since it last could be written.";
         families.gauge("pagedd_journal_lost_records", help, &none, lost as f64);
+        let help = "Requests that this daemon found damaged, or with which earlier ones had ended.";
+        families.counter("pagedd_requests_set_aside", help, &none, self.set_aside);
         let full = matches!(facts.walls, pagedd_control::Walls::Full);
         families.gauge(
             "pagedd_walls_full",
@@ -339,7 +343,7 @@ fn vllm<'a>(
     tenants: impl Iterator<Item = (&'a TenantStats, &'a Counters)>,
 ) {
     let labels: Labels = vec![("model_name", model.name.clone())];
-    let (mut sums, mut finished) = ([0; 7], [0; 4]);
+    let (mut sums, mut finished) = ([0; 7], [0; FinishReason::ALL.len()]);
     for (numbers, counters) in tenants {
         let add = [
             counters.prompt_tokens,

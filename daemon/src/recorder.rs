@@ -11,12 +11,13 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
-use pagedd_engine::{Command, EngineHandle, InboxFull, StepRecord};
+use pagedd_engine::{Command, EngineHandle, InboxFull, Placed, StepRecord};
 use pagedd_journal::{
     Admission, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, Now, Record,
     Retention, Step,
@@ -40,8 +41,9 @@ const EXPIRE_EVERY: (Duration, Duration) = (Duration::from_secs(1), Duration::fr
 const MOST_LOST_KEYS: usize = 1 << 16;
 /// Between two tries to put a request into an engine's full inbox.
 const INBOX_RETRY: Duration = Duration::from_millis(10);
-/// Being admitted again has ended the daemon so often: it is not tried once more.
-const MOST_REPLAYS: u32 = 2;
+/// So many daemons ended with a request before anything came of it: it is not tried once more. At the first of them it may have been
+/// another's fault; at the others it was tried before all others.
+const MOST_REPLAYS: u32 = 3;
 
 /// What the recorder is told.
 pub enum Told {
@@ -60,23 +62,37 @@ pub enum Told {
         /// What is to be done.
         answer: oneshot::Sender<Claim>,
     },
-    /// A claimed request is not submitted after all.
-    Unclaim(TenantId, Idempotency),
-    /// This request is about to be admitted again; the answer comes once that is on disk.
-    Replaying(RequestId, oneshot::Sender<()>),
-    /// It was, and all is well.
-    Replayed(RequestId),
+    /// These requests are about to be admitted again.
+    Replaying {
+        /// Which.
+        requests: Vec<RequestId>,
+        /// Gets those that are still live, once it is on disk that they are admitted again.
+        counted: oneshot::Sender<Vec<RequestId>>,
+        /// Dropped once something came of all of them.
+        proof: Arc<oneshot::Sender<()>>,
+    },
+    /// The engine has this one.
+    Replayed(RequestId, Placed),
     /// The tenant was removed: nothing of it is kept.
     Forget(TenantId),
     /// Nothing more comes; the answer comes once everything is on disk.
     Sync(oneshot::Sender<()>),
 }
 
+/// A claimed `Idempotency-Key`.
+///
+/// Having one tells you: as long as you keep it nobody else gets the key. With its last copy the claim is gone, unless a request was
+/// admitted under it.
+#[derive(Clone, Debug)]
+pub struct Hold {
+    _alive: Arc<()>,
+}
+
 /// What an `Idempotency-Key` says.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Debug)]
 pub enum Claim {
     /// Nobody had it: submit.
-    New,
+    New(Hold),
     /// This request was made with it, and with the same body.
     Made(RequestId),
     /// A request was made with it, and with another body.
@@ -108,43 +124,63 @@ pub struct Recorder {
     pub durability: watch::Receiver<Durability>,
 }
 
-/// The live requests of a journal, in the order of their admission. One that ended the daemon while it was being admitted again, twice, is
-/// set aside: it fails. Those of tenants that are gone are deleted, and one that is damaged is left out.
+/// What a start finds in a journal.
+pub struct Found {
+    /// Live requests, in the order of their admission.
+    pub live: Vec<Kept>,
+    /// How many were set aside: they go no further.
+    pub set_aside: u64,
+}
+
+/// The live requests of a journal. One with which daemons end again and again is set aside: it fails. So is one that is damaged: it goes
+/// when its time is over. Those of tenants that are gone are deleted. What cannot be written is done by the next start.
 ///
 /// # Errors
-/// The journal cannot be read or written.
-pub fn live(db: &mut JournalDb, tenants: &[TenantId]) -> Result<Vec<Kept>, pagedd_journal::DbError> {
-    let (mut live, mut aside, mut gone) = (Vec::new(), Vec::new(), BTreeSet::new());
+/// The journal cannot be read.
+pub fn live(db: &mut JournalDb, tenants: &[TenantId]) -> Result<Found, pagedd_journal::DbError> {
+    let (mut live, mut aside, mut damaged, mut gone) = (Vec::new(), Vec::new(), Vec::new(), BTreeSet::new());
     db.replay_live(|kept| match kept {
         Ok(kept) if !tenants.contains(&kept.admission.tenant) => drop(gone.insert(kept.admission.tenant)),
         Ok(kept) if kept.replays >= MOST_REPLAYS => aside.push(kept.admission.request),
         Ok(kept) => live.push(kept),
-        Err(damage) => {
-            error!(request = %damage.request, tenant = %damage.tenant, error = %damage.error, "an accepted request is damaged");
-        }
+        Err(damage) if !tenants.contains(&damage.tenant) => drop(gone.insert(damage.tenant)),
+        Err(damage) => damaged.push(damage),
     })?;
     // The daemon ended between the removal of a tenant and that of its requests.
     for tenant in gone {
-        db.delete_tenant(tenant)?;
+        if let Err(error) = db.delete_tenant(tenant) {
+            warn!(%tenant, %error, "requests of a removed tenant stay until the next start");
+        }
     }
+    let set_aside = (aside.len() + damaged.len()) as u64;
     for request in aside {
-        error!(%request, "the daemon died twice while it admitted this request again; it is set aside");
+        error!(%request, "daemons end with this request again and again; it is set aside");
         if let Err(error) = db.set_aside(request, unix()) {
             warn!(%request, %error, "its client is not told before it can be written");
         }
     }
-    Ok(live)
+    for damage in damaged {
+        let request = damage.request;
+        error!(%request, tenant = %damage.tenant, error = %damage.error, "an accepted request is damaged; it is set aside");
+        if let Err(error) = db.give_up(request, unix()) {
+            warn!(%request, %error, "it stays until the next start");
+        }
+    }
+    Ok(Found { live, set_aside })
 }
 
 /// Starts the thread. It ends with the last sender.
 ///
 /// # Errors
 /// The system refuses a thread.
-pub fn start(db: JournalDb, retention: Retention, hub: mpsc::Sender<Message>) -> io::Result<Recorder> {
+pub fn start(
+    writer: JournalWriter,
+    retention: Retention,
+    hub: mpsc::Sender<Message>,
+) -> io::Result<Recorder> {
     let (inbox, told) = mpsc::channel(INBOX);
     let (lookups, asked) = mpsc::channel(LOOKUPS);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
-    let writer = JournalWriter::new(db);
     let (sender, durability) = watch::channel(writer.durability());
     let work = Work {
         writer,
@@ -155,6 +191,8 @@ pub fn start(db: JournalDb, retention: Retention, hub: mpsc::Sender<Message>) ->
         expire_at: Some(Instant::now()),
         claims: HashMap::new(),
         lost_keys: HashMap::new(),
+        unproven: HashMap::new(),
+        proven: Vec::new(),
     };
     thread::Builder::new()
         .name("journal".to_owned())
@@ -162,32 +200,54 @@ pub fn start(db: JournalDb, retention: Retention, hub: mpsc::Sender<Message>) ->
     Ok(Recorder { inbox, lookups, durability })
 }
 
-/// Admits requests of an earlier daemon again, one after the other: where that ends this daemon too, the journal knows at which.
+/// Admits requests of an earlier daemon again, each with which a daemon ended before its next token alone and before all others: where
+/// that ends this daemon too, the journal knows at which.
 pub async fn readmit(restored: Vec<Kept>, engine: EngineHandle<Box<Ticket>>, recorder: mpsc::Sender<Told>) {
     let count = restored.len();
-    for kept in restored {
-        let request = kept.admission.request;
-        let (counted, answer) = oneshot::channel();
-        drop(recorder.send(Told::Replaying(request, counted)).await);
-        // Where the recorder is gone, so is the daemon.
-        if answer.await.is_err() {
-            return;
-        }
+    let (suspects, others): (Vec<Kept>, Vec<Kept>) = restored.into_iter().partition(|kept| kept.replays > 0);
+    for suspect in suspects {
+        let request = suspect.admission.request;
+        info!(%request, "a daemon ended with this request; it is tried before others");
+        let Some(proven) = hand_over(vec![suspect], &engine, &recorder).await else { return };
+        drop(proven.await);
+    }
+    if hand_over(others, &engine, &recorder).await.is_some() {
+        info!(requests = count, "requests of an earlier daemon go on");
+    }
+}
+
+/// Gives requests to their engine, counted. What is returned resolves once something came of each of them, or they wait for something
+/// else than a step; `None` where the recorder or the engine is gone, and with it the daemon.
+async fn hand_over(
+    restored: Vec<Kept>,
+    engine: &EngineHandle<Box<Ticket>>,
+    recorder: &mpsc::Sender<Told>,
+) -> Option<oneshot::Receiver<()>> {
+    let (proof, proven) = oneshot::channel();
+    if restored.is_empty() {
+        return Some(proven);
+    }
+    let (counted, answer) = oneshot::channel();
+    let requests = restored.iter().map(|kept| kept.admission.request).collect();
+    recorder.send(Told::Replaying { requests, counted, proof: Arc::new(proof) }).await.ok()?;
+    let counted: BTreeSet<RequestId> = answer.await.ok()?.into_iter().collect();
+    let mut taken = Vec::with_capacity(counted.len());
+    for kept in restored.into_iter().filter(|kept| counted.contains(&kept.admission.request)) {
         readmit_point(&kept);
-        let (taken, answer) = oneshot::channel();
-        let reply = Box::new(move |()| _ = taken.send(()));
+        let (placed, answer) = oneshot::channel();
+        let reply = Box::new(move |place| _ = placed.send(place));
         let mut command = Command::Restore { restored: Box::new(convert::restored(&kept)), reply };
         while let Err((InboxFull, back)) = engine.send(command) {
             command = back;
             tokio::time::sleep(INBOX_RETRY).await;
         }
-        if answer.await.is_err() {
-            return;
-        }
-        // A daemon that goes on has admitted it.
-        drop(recorder.send(Told::Replayed(request)).await);
+        taken.push((kept.admission.request, answer));
     }
-    info!(requests = count, "requests of an earlier daemon go on");
+    for (request, placed) in taken {
+        let placed = placed.await.ok()?;
+        recorder.send(Told::Replayed(request, placed)).await.ok()?;
+    }
+    Some(proven)
 }
 
 /// In test builds the fail point `readmit` ends the daemon at the request whose prompt begins with the token that it returns.
@@ -201,6 +261,9 @@ fn readmit_point(kept: &Kept) {
     let _ = kept;
 }
 
+/// Whose `Idempotency-Key`, and its digest.
+type Key = (TenantId, [u8; 32]);
+
 struct Work {
     writer: JournalWriter,
     hub: mpsc::Sender<Message>,
@@ -208,10 +271,14 @@ struct Work {
     retention: Retention,
     /// When something may be kept no longer.
     expire_at: Option<Instant>,
-    /// Idempotency keys whose requests are being admitted, with digests of their bodies.
-    claims: HashMap<(TenantId, [u8; 32]), [u8; 32]>,
+    /// Idempotency keys whose requests are being admitted, with digests of their bodies, as long as somebody holds them.
+    claims: HashMap<Key, ([u8; 32], Weak<()>)>,
     /// Those of requests that were admitted and could not be written.
-    lost_keys: HashMap<(TenantId, [u8; 32]), (RequestId, [u8; 32])>,
+    lost_keys: HashMap<Key, (RequestId, [u8; 32])>,
+    /// Requests that were admitted again and of which nothing came yet; who waits for that has the other end.
+    unproven: HashMap<RequestId, Arc<oneshot::Sender<()>>>,
+    /// Those of which something is about to be committed.
+    proven: Vec<(RequestId, Arc<oneshot::Sender<()>>)>,
 }
 
 impl Work {
@@ -246,20 +313,20 @@ impl Work {
         for told in batch {
             match told {
                 Told::Admitted(request, ticket) => {
-                    let Ticket { connection, tenant, model, number, idempotency, saved, .. } = *ticket;
-                    let admission = Admission { request, tenant, idempotency, saved };
-                    records.push(Record::Admission(Box::new(admission.clone())));
-                    messages.push(Message::Admitted {
-                        admission: Box::new(admission),
-                        model,
-                        connection,
-                        number,
-                    });
+                    let Ticket {
+                        connection, tenant, model, number, idempotency, model_digest, saved, ..
+                    } = *ticket;
+                    let admission = Admission { request, tenant, idempotency, model_digest, saved };
+                    let admission = Arc::new(admission);
+                    records.push(Record::Admission(admission.clone()));
+                    messages.push(Message::Admitted { admission, model, connection, number });
                 }
                 Told::Step(step) => {
-                    let entries = convert::entries(&step);
-                    if !entries.is_empty() {
-                        records.push(Record::Step(Step { entries }));
+                    let saved = convert::step(&step);
+                    self.commit_point(&saved);
+                    self.prove(&saved);
+                    if !saved.entries.is_empty() || !saved.started.is_empty() {
+                        records.push(Record::Step(saved));
                     }
                     if step.finished.iter().any(|finished| finished.ended.is_some()) {
                         let at = Instant::now() + self.expire_every();
@@ -293,11 +360,52 @@ impl Work {
             }
             self.tell(durability);
             fail_point!("after-append");
+            self.clear_proven();
         }
         for message in messages.drain(..) {
             // The hub ends only with the daemon.
             drop(self.hub.send(message).await);
         }
+    }
+
+    /// Each life of a request has to bring it on: only what is committed of it shows that.
+    fn prove(&mut self, step: &Step) {
+        if self.unproven.is_empty() {
+            return;
+        }
+        for (request, _) in &step.entries {
+            self.proven.extend(self.unproven.remove(request).map(|proof| (*request, proof)));
+        }
+    }
+
+    /// Something of these is committed: whatever ends the daemon from here on, it is not to do with their return.
+    fn clear_proven(&mut self) {
+        if self.proven.is_empty() {
+            return;
+        }
+        let requests: Vec<RequestId> = self.proven.iter().map(|(request, _)| *request).collect();
+        if let Err(error) = self.writer.db().clear_replays(&requests) {
+            warn!(requests = requests.len(), %error, "it is not on disk that requests of an earlier daemon go on");
+        }
+        self.proven.clear();
+    }
+
+    /// In test builds the fail point `commit` ends the daemon before anything more is committed of a request that has 40 entries and
+    /// whose prompt begins with the token that it returns.
+    fn commit_point(&mut self, step: &Step) {
+        fail_point!("commit", |token: Option<String>| {
+            let token = token.and_then(|token| token.parse().ok());
+            for (request, _) in &step.entries {
+                if let Ok(Some(kept)) = self.writer.db().request(*request)
+                    && kept.entries.len() >= 40
+                    && kept.admission.saved.prompt.first().copied() == token
+                {
+                    std::process::abort();
+                }
+            }
+        });
+        // Without fail points it has no use.
+        let _ = step;
     }
 
     /// A claimed key belongs to a request from now on.
@@ -312,23 +420,24 @@ impl Work {
     async fn obey(&mut self, told: Told) {
         match told {
             Told::Admitted(..) | Told::Refused(..) | Told::Step(_) => unreachable!("see `take`"),
-            // Nobody waits for an answer whose receiver is gone.
+            // An answer that nobody waits for is dropped, and a claim with it.
             Told::Claim { tenant, idempotency, answer } => {
                 let claim = self.claim(tenant, idempotency);
-                if answer.send(claim).is_err() && claim == Claim::New {
-                    self.claims.remove(&(tenant, idempotency.key));
-                }
+                drop(answer.send(claim));
             }
-            Told::Unclaim(tenant, idempotency) => drop(self.claims.remove(&(tenant, idempotency.key))),
-            Told::Replaying(request, answer) => {
-                if let Err(error) = self.writer.db().count_replay(&[request]) {
-                    warn!(%request, %error, "it is not on disk that this request is being admitted again");
-                }
-                _ = answer.send(());
+            Told::Replaying { requests, counted, proof } => {
+                let live = self.writer.db().count_replay(&requests).unwrap_or_else(|error| {
+                    warn!(%error, "it is not on disk that requests of an earlier daemon are admitted again");
+                    requests
+                });
+                self.unproven.extend(live.iter().map(|request| (*request, proof.clone())));
+                _ = counted.send(live);
             }
-            Told::Replayed(request) => {
-                if let Err(error) = self.writer.db().clear_replays(&[request]) {
-                    warn!(%request, %error, "it is not on disk that this request was admitted again");
+            Told::Replayed(request, placed) => {
+                // What waits for a share is not to blame for what happens meanwhile.
+                if placed == Placed::Waits {
+                    self.proven.extend(self.unproven.remove(&request).map(|proof| (request, proof)));
+                    self.clear_proven();
                 }
                 drop(self.hub.send(Message::Readmitted(request)).await);
             }
@@ -354,7 +463,8 @@ impl Work {
         let compare = |made: (RequestId, [u8; 32])| {
             if made.1 == body { Claim::Made(made.0) } else { Claim::Conflict }
         };
-        if let Some(claimed) = self.claims.get(&(tenant, key)) {
+        self.claims.retain(|_, (_, hold)| hold.strong_count() > 0);
+        if let Some((claimed, _)) = self.claims.get(&(tenant, key)) {
             return if *claimed == body { Claim::Busy } else { Claim::Conflict };
         }
         if let Some(made) = self.lost_keys.get(&(tenant, key)) {
@@ -363,8 +473,9 @@ impl Work {
         match self.writer.db().by_idempotency_key(tenant, &key) {
             Ok(Some(made)) if !self.cancelled(made.0) => compare(made),
             Ok(_) => {
-                self.claims.insert((tenant, key), body);
-                Claim::New
+                let hold = Arc::new(());
+                self.claims.insert((tenant, key), (body, Arc::downgrade(&hold)));
+                Claim::New(Hold { _alive: hold })
             }
             Err(error) => {
                 warn!(%tenant, %error, "an idempotency key cannot be looked up");
@@ -448,7 +559,8 @@ impl Work {
     }
 }
 
-fn now() -> Now {
+/// The time, for the journal.
+pub fn now() -> Now {
     Now { instant: Instant::now(), unix: unix() }
 }
 
@@ -456,3 +568,6 @@ fn now() -> Now {
 pub fn unix() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
+
+#[cfg(test)]
+mod tests;

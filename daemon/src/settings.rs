@@ -39,5 +39,6 @@ pub fn hello(config: &Model) -> wire::Hello {
         measure: true,
         weights_fd: false,
         kv_fd: false,
+        known_cost: None,
     }
 }

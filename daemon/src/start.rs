@@ -25,7 +25,7 @@ use pagedd_host::identity::Identities;
 use pagedd_host::lock::StateLock;
 use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
-use pagedd_journal::{ControlDb, DbError, JournalDb, Retention};
+use pagedd_journal::{ControlDb, DbError, JournalWriter, Retention};
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
@@ -173,7 +173,8 @@ fn run(config: Config) -> Result<(), Failure> {
         Fsync::Every => pagedd_journal::Fsync::Every,
         Fsync::Never => pagedd_journal::Fsync::Never,
     };
-    let journal = JournalDb::open(&config.state_dir, fsync).map_err(|e| state_failure(&e))?;
+    let journal =
+        JournalWriter::open(&config.state_dir, fsync, recorder::now()).map_err(|e| state_failure(&e))?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(16)
@@ -229,7 +230,7 @@ fn programs() -> anyhow::Result<PathBuf> {
 async fn serve(
     config: Config,
     db: ControlDb,
-    mut journal: JournalDb,
+    mut journal: JournalWriter,
     store: Arc<FdStore>,
     start: Instant,
 ) -> Result<(), Failure> {
@@ -246,14 +247,15 @@ async fn serve(
     let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
     let known: Vec<TenantId> =
         db.tenants().map_err(|e| state_failure(&e))?.into_iter().map(|tenant| tenant.id).collect();
-    let restored = recorder::live(&mut journal, &known).map_err(|e| state_failure(&e))?;
+    let recorder::Found { live: restored, set_aside } =
+        recorder::live(journal.db(), &known).map_err(|e| state_failure(&e))?;
     let retention = Retention {
         seconds: config.retention.as_secs(),
         per_tenant: BTreeMap::new(),
         max_bytes: JOURNAL_BYTES,
     };
     let recorder = recorder::start(journal, retention, hub_sender.clone()).context("the journal's thread")?;
-    let exporter = Exporter::new(hub_sender.clone(), recorder.durability.clone());
+    let exporter = Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside);
     let identities = (pagedd_host::peer::own_uid() == 0)
         .then(|| Identities::new(config.tenant_uids.first..=config.tenant_uids.last).map(Mutex::new))
         .transpose()
@@ -308,10 +310,10 @@ async fn serve(
     }
     let limits = hub::Limits { retention: config.retention, reattach_grace: config.reattach_grace };
     let engines = models.iter().map(|model| model.engine.clone()).collect();
-    let mut hub = Hub::new(limits, engines, recorder.lookups.clone(), recorder.durability.clone());
+    let mut hub = Hub::new(limits, engines, &recorder);
     for kept in &restored {
         let model = models.iter().find(|model| model.name == kept.admission.saved.model);
-        hub.restore(model.map_or(ModelId(u16::MAX), |model| model.id), kept.clone());
+        hub.restore(model.map(|model| model.id), kept.clone());
     }
     tokio::spawn(hub.run(hub_inbox));
 
@@ -328,6 +330,7 @@ async fn serve(
         let tenant = shop
             .open(record, keys, share, model, listener)
             .map_err(|e| Failure::new(FAILED, format!("tenant `{name}`: {e}")))?;
+        tenant.set_readmitting(restored.iter().any(|kept| kept.admission.saved.model == model.name));
         tenants.insert(name, tenant);
     }
     let mut unserved = BTreeMap::new();
@@ -349,7 +352,7 @@ async fn serve(
     };
     let (events, inbox) = mpsc::channel(64);
     for model in &models {
-        tokio::spawn(watch_model(model.clone(), events.clone()));
+        tokio::spawn(watch_model(model.clone(), events.clone(), shop.hub.clone()));
     }
     let daemon = Daemon {
         facts,
@@ -358,6 +361,7 @@ async fn serve(
         unserved,
         shop,
         db: Db::new(db),
+        events: events.downgrade(),
         durability: recorder.durability.clone(),
         restored,
     };

@@ -222,6 +222,7 @@ impl TenantShop {
             suspended: record.suspended,
             going: Going::Not,
             misfit: None,
+            readmitting: false,
         });
         let state = watch::Sender::new((GatewayState::Starting, 0));
         let gateway = state.subscribe();
@@ -282,6 +283,11 @@ impl Tenant {
         });
     }
 
+    /// Requests of an earlier daemon enter, and new ones after them.
+    pub fn set_readmitting(&self, readmitting: bool) {
+        self.facts.send_modify(|facts| facts.readmitting = readmitting);
+    }
+
     /// How far the daemon's end has come.
     pub fn set_going(&self, going: Going) {
         self.facts.send_modify(|facts| facts.going = going);
@@ -290,9 +296,10 @@ impl Tenant {
     /// Moves to another port. Streams on the old one end with an event that says how to attach again, on the new one.
     pub fn move_to(&mut self, shop: &TenantShop, listener: OwnedFd) -> Result<(), ControlError> {
         let model = self.model.clone();
-        let misfit = self.facts.borrow().misfit.clone();
+        let TenantFacts { misfit, readmitting, .. } = self.facts.borrow().clone();
         let moved = shop.open(self.record.clone(), self.keys.clone(), self.share, &model, listener)?;
         moved.set_misfit(misfit);
+        moved.set_readmitting(readmitting);
         let old = std::mem::replace(self, moved);
         old.facts.send_modify(|facts| facts.going = Going::Down);
         shop.release(old.identity);

@@ -19,7 +19,7 @@ use pagedd_host::shared::SharedMemory;
 use pagedd_host::{Sandbox, Spawn, SpawnError};
 use pagedd_kv::Ledger;
 use pagedd_sched::{SequenceSnapshot, StepOutput, StepPlan};
-use pagedd_wire::worker::{Arena, FromWorker, Hello, ModelInfo, ToWorker};
+use pagedd_wire::worker::{Arena, FromWorker, Hello, KnownCost, ModelInfo, ToWorker};
 use pagedd_wire::{Channel, ChannelError};
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -256,6 +256,7 @@ impl WorkerProcess {
             measure: spec.hello.measure && self.info.is_none(),
             weights_fd: self.arenas.weights().is_some(),
             kv_fd: self.arenas.kv().is_some(),
+            known_cost: self.arenas.known_cost(),
             ..spec.hello.clone()
         };
         let fds: Vec<BorrowedFd<'_>> =
@@ -296,6 +297,8 @@ impl WorkerProcess {
                             return Err(StartError::Retry("it did not take over the KV arena".to_owned()));
                         }
                         info.cost = before.cost;
+                    } else {
+                        self.arenas.keep_cost(KnownCost::new(&spec.hello, &info));
                     }
                     let cost = StepCost::from(info.cost);
                     info!(

@@ -13,11 +13,16 @@ pub enum FinishReason {
     Cancelled,
     /// The row could not be computed (for example NaN logits); other rows of the batch went on.
     Failed,
+    /// The model's file was replaced while the request was interrupted: what it has is of another model.
+    ModelChanged,
+    /// The model is not served any more.
+    ModelGone,
 }
 
 impl FinishReason {
     /// Every reason, for metrics' closed label set.
-    pub const ALL: [Self; 4] = [Self::Stop, Self::Length, Self::Cancelled, Self::Failed];
+    pub const ALL: [Self; 6] =
+        [Self::Stop, Self::Length, Self::Cancelled, Self::Failed, Self::ModelChanged, Self::ModelGone];
 
     /// The word used in metrics, logs and (for the first two) the OpenAI API.
     #[must_use]
@@ -27,6 +32,8 @@ impl FinishReason {
             Self::Length => "length",
             Self::Cancelled => "cancelled",
             Self::Failed => "failed",
+            Self::ModelChanged => "model_changed",
+            Self::ModelGone => "model_gone",
         }
     }
 }

@@ -8,7 +8,7 @@ use pagedd_core::{FinishReason, TenantId};
 use pagedd_sched::{AdmitError, Applied, Finished, Restored, Scheduler, StepOutput, StepPlan};
 use tracing::{error, warn};
 
-use crate::handle::{Command, Inbox};
+use crate::handle::{Command, Inbox, Placed};
 use crate::held::Held;
 use crate::traits::{BlockLedger, EngineStats, Journal, Observer, Worker, WorkersExhausted};
 
@@ -235,8 +235,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                 }
             }
             Command::Restore { restored, reply } => {
-                self.restore(*restored);
-                reply(());
+                reply(self.restore(*restored));
             }
             Command::Cancel(request) => {
                 let mut finished = self.scheduler.cancel(request);
@@ -288,10 +287,13 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
     }
 
     /// Its admission is durable already, so that the journal hears of it again only when something of it ends.
-    fn restore(&mut self, mut restored: Restored) {
+    fn restore(&mut self, mut restored: Restored) -> Placed {
         match self.scheduler.restore(&restored) {
             Ok(finished) => self.commit_finished(finished),
-            Err(AdmitError::UnknownTenant(_)) => self.held.push(restored),
+            Err(AdmitError::UnknownTenant(_)) => {
+                self.held.push(restored);
+                return Placed::Waits;
+            }
             Err(error @ AdmitError::Duplicate(_)) => error!(%error, "restored twice"),
             Err(
                 error @ (AdmitError::ContextLength { .. }
@@ -304,6 +306,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                 self.commit_finished(finished);
             }
         }
+        Placed::Taken
     }
 
     fn commit_finished(&mut self, finished: Vec<Finished>) {

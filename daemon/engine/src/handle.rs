@@ -16,17 +16,26 @@ pub struct Submission<T> {
     pub ticket: T,
 }
 
+/// Where a restored request is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Placed {
+    /// In the scheduler, or it has ended.
+    Taken,
+    /// Its tenant has no share yet.
+    Waits,
+}
+
 /// What an engine can be told.
 pub enum Command<T> {
     /// Admit a request.
     Submit(Box<Submission<T>>),
-    /// Go on with a request that an earlier engine had admitted: those are sent in the order of their admission, before any is
-    /// submitted. Where its tenant has no share yet it waits for it. The journal is told only what ends.
+    /// Go on with a request that an earlier engine had admitted: those are sent before any is submitted, the oldest first unless one
+    /// is under suspicion. Where its tenant has no share yet it waits for it. The journal is told only what ends.
     Restore {
         /// What was admitted, and what it has emitted.
         restored: Box<Restored>,
-        /// Told once it is in the scheduler, waits for its tenant's share, or has ended.
-        reply: Reply<()>,
+        /// Told where it is now.
+        reply: Reply<Placed>,
     },
     /// Its client left, or an operator ended it.
     Cancel(RequestId),

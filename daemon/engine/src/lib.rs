@@ -19,7 +19,7 @@ mod traits;
 mod tests;
 
 pub use engine::{Engine, EngineConfig};
-pub use handle::{Command, EngineHandle, Inbox, InboxFull, Reply, Submission, inbox};
+pub use handle::{Command, EngineHandle, Inbox, InboxFull, Placed, Reply, Submission, inbox};
 pub use traits::{
     BlockLedger, EngineStats, Journal, Observer, StepRecord, Worker, WorkerLost, WorkersExhausted,
 };

@@ -291,7 +291,7 @@ fn tell(commands: Vec<Command<&'static str>>, open: usize) -> Vec<String> {
 fn restored(max_tokens: u32, emitted: &[u32]) -> Command<&'static str> {
     let emitted = emitted.iter().copied().map(TokenId).collect();
     Command::Restore {
-        reply: Box::new(|()| ()),
+        reply: Box::new(|_| ()),
         restored: Box::new(Restored {
             request: request(4, max_tokens),
             choices: vec![RestoredChoice { emitted, finished: None }],
@@ -334,7 +334,7 @@ fn a_restored_request_without_a_share_can_be_cancelled_and_its_choices_finished(
 #[test]
 fn a_restored_request_that_cannot_go_on_fails_and_one_that_is_here_already_is_left_alone() {
     let long = Command::Restore {
-        reply: Box::new(|()| ()),
+        reply: Box::new(|_| ()),
         restored: Box::new(Restored {
             request: NewRequest { n: 2, ..request(100, 1) },
             choices: Vec::new(),

@@ -85,6 +85,10 @@ pub enum Broken {
     Cancelled,
     /// It could not be computed.
     Failed,
+    /// The model's file was replaced in the middle of it.
+    ModelChanged,
+    /// The model is not served any more.
+    ModelGone,
 }
 
 /// Tokens that were used.
@@ -217,6 +221,8 @@ impl Renderer {
             Some(Finish::Length) => Some(Ok(Reason::Length)),
             Some(Finish::Cancelled) => Some(Err(Broken::Cancelled)),
             Some(Finish::Failed) => Some(Err(Broken::Failed)),
+            Some(Finish::ModelChanged) => Some(Err(Broken::ModelChanged)),
+            Some(Finish::ModelGone) => Some(Err(Broken::ModelGone)),
         };
         if finish.is_some() && !stopped {
             choice.scan.finish(&mut text);

@@ -22,7 +22,8 @@
 //!   and `completed` of a whole answer. The words are those of OpenAI's Responses API.
 //! - `choices` are shaped as the endpoint shapes them (`text` instead of `message` for a completion), with the text so far.
 //! - `last_event_id`: the stream after it has exactly what `choices` lack.
-//! - `error` is an error object where the status is `cancelled` or `failed`, else `null`.
+//! - `error` is an error object where the status is `cancelled` or `failed`, or where the model cannot be served and so the request
+//!   does not go on; else `null`.
 //!
 //! `POST /v1/requests/{id}/cancel` gives the same after the request has ended, which a cancel makes happen within a step; it may be
 //! repeated, and changes nothing of a request that has ended.
@@ -32,7 +33,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use pagedd_core::RequestId;
-use pagedd_wire::gateway::Entry;
+use pagedd_wire::gateway::{Closed, Entry};
 use tokio::time::timeout;
 
 use crate::admit::Caller;
@@ -221,11 +222,11 @@ impl Delivery {
         let status = match (ended, why) {
             (true, None) => Status::Completed,
             (true, Some(Broken::Cancelled)) => Status::Cancelled,
-            (true, Some(Broken::Failed)) => Status::Failed,
+            (true, Some(Broken::Failed | Broken::ModelChanged | Broken::ModelGone)) => Status::Failed,
             (false, _) if consumed == 0 => Status::Queued,
             (false, _) => Status::InProgress,
         };
-        let error = why.filter(|_| ended).map(broken);
+        let error = if ended { why.map(broken) } else { self.stuck() };
         let body = match status {
             Status::Completed => self.head.answer(&answer),
             Status::Queued | Status::InProgress | Status::Cancelled | Status::Failed => {
@@ -233,6 +234,12 @@ impl Delivery {
             }
         };
         Ok(Progress { status, body })
+    }
+
+    /// Why it does not go on for now, where that is known.
+    fn stuck(&self) -> Option<ApiError> {
+        let closed = self.app.link.welcome()?.closed.clone()?;
+        matches!(closed, Closed::Failed(_)).then(|| ApiError::closed(&closed))
     }
 
     /// Reads at most `limit` entries and renders them. Nothing is lost where this is not waited for.

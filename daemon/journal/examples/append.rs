@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::collections::VecDeque;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::sys::time::TimeValLike;
@@ -140,13 +141,13 @@ impl Run {
             entries.push((id(ended), Entry::End { cached_tokens: 0 }));
         }
         while (self.running.len() as u64) < ROWS {
-            batch.push(Record::Admission(Box::new(admission(self.next))));
+            batch.push(Record::Admission(Arc::new(admission(self.next))));
             self.running.push_back(self.next);
             self.next += 1;
         }
         let token = |i: u64| (i as u32).wrapping_mul(2_654_435_761).wrapping_add(step) % 49_152;
         entries.extend(self.running.iter().map(|&i| (id(i), Entry::Token { choice: 0, token: token(i) })));
-        batch.push(Record::Step(Step { entries }));
+        batch.push(Record::Step(Step { entries, ..Step::default() }));
         batch
     }
 
@@ -179,6 +180,7 @@ fn admission(n: u64) -> Admission {
         request: id(n),
         tenant: TenantId(n as u32 % TENANTS),
         idempotency: None,
+        model_digest: Some([5; 16]),
         saved: SavedRequest {
             model: "null".to_owned(),
             key: Some(1),

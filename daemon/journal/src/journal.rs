@@ -17,6 +17,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::mem;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Pages in the write-ahead log from which on a commit also moves them to the file: 4 MiB. Most of them are later states of the same
@@ -47,15 +48,17 @@ pub enum Fsync {
 #[derive(Clone, PartialEq, Debug)]
 pub enum Record {
     /// A request was taken.
-    Admission(Box<Admission>),
+    Admission(Arc<Admission>),
     /// Something was computed.
     Step(Step),
 }
 
-/// What a step gave: each entry goes to the end of its request's log. Entries of a request that is not kept, or has ended, are
+/// What a step gave: each entry goes to the end of its request's log. What is said of a request that is not kept, or has ended, is
 /// left out.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Step {
+    /// Requests of which this was the first step, with the prompt tokens that each found in the prefix cache.
+    pub started: Vec<(RequestId, u32)>,
     /// In order.
     pub entries: Vec<(RequestId, Entry)>,
 }
@@ -76,6 +79,8 @@ pub struct JournalDb {
     unsynced: bool,
     /// The write-ahead log may hold what was deleted.
     pub(crate) unclean: bool,
+    /// The file's live requests are not known to whoever makes snapshots.
+    pub(crate) unread: bool,
 }
 
 /// What a commit waits for.
@@ -111,7 +116,16 @@ impl JournalDb {
 
     pub(crate) fn open_as(state_dir: &Path, fsync: Fsync, kind: Kind) -> Result<Self, DbError> {
         let path = state_dir.join("journal.db");
-        let db = schema::open(&path, kind)?;
+        Self::over(schema::open(&path, kind)?, path, fsync)
+    }
+
+    /// An empty one in memory, for the one in `state_dir` as long as that cannot be had.
+    pub(crate) fn stand_in(state_dir: &Path, fsync: Fsync) -> Result<Self, DbError> {
+        let path = state_dir.join("journal.db");
+        Self::over(schema::in_memory(&path, JOURNAL_DB)?, path, fsync)
+    }
+
+    fn over(db: Connection, path: PathBuf, fsync: Fsync) -> Result<Self, DbError> {
         let sql = |error| DbError::sql(&path, error);
         db.busy_timeout(BUSY_TIMEOUT).map_err(sql)?;
         db.set_prepared_statement_cache_capacity(64);
@@ -131,6 +145,7 @@ impl JournalDb {
             unfolded: 0,
             unsynced: true,
             unclean: true,
+            unread: false,
         };
         journal.synchronous(journal.usual())?;
         journal.load()?;
@@ -174,6 +189,9 @@ impl JournalDb {
                 match record {
                     Record::Admission(admission) => batched.admit(change, admission)?,
                     Record::Step(step) => {
+                        for (request, cached_tokens) in &step.started {
+                            batched.start(&live, *request, *cached_tokens);
+                        }
                         for (request, entry) in &step.entries {
                             batched.entry(&mut live, *request, *entry);
                         }
@@ -303,6 +321,22 @@ impl JournalDb {
         done
     }
 
+    /// The number of the last record of steps.
+    pub(crate) const fn last_step(&self) -> i64 {
+        self.next_step - 1
+    }
+
+    /// What is live in the file is not known to whoever makes snapshots: it stays for the next start.
+    pub(crate) fn keep_live(&mut self) {
+        self.unread = !self.live.is_empty();
+        if self.unread {
+            tracing::warn!(
+                requests = self.live.len(),
+                "requests of an earlier daemon wait for the next start"
+            );
+        }
+    }
+
     /// A request is not kept any more.
     pub(crate) fn forget(&mut self, request: RequestId) {
         self.live.remove(&request);
@@ -320,6 +354,8 @@ struct Batch {
     step: i64,
     next_request: i64,
     admitted: HashMap<RequestId, Live>,
+    /// Request rows that start in it, with the prompt tokens that were cached.
+    started: Vec<(i64, u32)>,
     /// Requests that end in it, with their rows and the bytes of their logs.
     ended: HashMap<RequestId, (i64, i64)>,
     /// Entries by tenant, and the request row of the last.
@@ -332,6 +368,7 @@ impl Batch {
             step: journal.next_step,
             next_request: journal.next_request,
             admitted: HashMap::new(),
+            started: Vec::new(),
             ended: HashMap::new(),
             rows: BTreeMap::new(),
         }
@@ -343,6 +380,12 @@ impl Batch {
         self.admitted.insert(admission.request, live);
         self.next_request += 1;
         Ok(())
+    }
+
+    fn start(&mut self, live: &HashMap<RequestId, Live>, request: RequestId, cached_tokens: u32) {
+        if let Some(Live { seq, .. }) = live.get(&request).or_else(|| self.admitted.get(&request)) {
+            self.started.push((*seq, cached_tokens));
+        }
     }
 
     fn entry(&mut self, live: &mut HashMap<RequestId, Live>, request: RequestId, entry: Entry) {
@@ -361,6 +404,12 @@ impl Batch {
     }
 
     fn write(&self, change: &Change<'_>, now_unix: u64) -> Result<(), DbError> {
+        for (seq, cached_tokens) in &self.started {
+            change.execute(
+                "UPDATE requests SET cached_tokens = ?2 WHERE seq = ?1",
+                params![seq, cached_tokens],
+            )?;
+        }
         for (seq, bytes) in self.ended.values() {
             change.execute(
                 "UPDATE requests SET finished_unix = ?2, last_step = ?3, bytes = bytes + ?4 WHERE seq = ?1",
@@ -421,8 +470,8 @@ impl Change<'_> {
     pub(crate) fn insert_request(&self, seq: i64, admission: &Admission, step: i64) -> Result<(), DbError> {
         let body = self.seal(&admission.saved)?;
         self.execute(
-            "INSERT INTO requests (seq, id, tenant, idempotency_key, idempotency_body, bytes, first_step)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
+            "INSERT INTO requests (seq, id, tenant, idempotency_key, idempotency_body, bytes, first_step, model_digest)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
             params![
                 seq,
                 admission.request.0,
@@ -431,6 +480,7 @@ impl Change<'_> {
                 admission.idempotency.map(|i| i.body),
                 body.len() as i64,
                 step,
+                admission.model_digest,
             ],
         )?;
         self.execute("INSERT INTO bodies (request, body) VALUES (?1, ?2)", params![seq, body])?;

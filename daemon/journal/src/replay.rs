@@ -21,10 +21,12 @@ pub struct Kept {
     pub finished_unix: Option<u64>,
     /// How often it was [replayed](JournalDb::count_replay).
     pub replays: u32,
+    /// Prompt tokens that it found in the prefix cache; `None` where it has not started.
+    pub cached_tokens: Option<u32>,
 }
 
-/// A request that cannot be had any more. It stays in the file until it is [deleted](JournalDb::delete_request) or its time is
-/// over.
+/// A request that cannot be had any more. It stays in the file until its time is over; a live one has none before it is
+/// [given up](JournalDb::give_up).
 #[derive(Clone, PartialEq, Debug)]
 pub struct Damage {
     /// Which.
@@ -51,9 +53,12 @@ struct RequestRow {
     first_step: i64,
     last_step: Option<i64>,
     damaged: bool,
+    model_digest: Option<[u8; 16]>,
+    cached_tokens: Option<u32>,
 }
 
-const REQUEST: &str = "seq, id, tenant, idempotency_key, idempotency_body, finished_unix, replays, first_step, last_step, damaged";
+const REQUEST: &str = "seq, id, tenant, idempotency_key, idempotency_body, finished_unix, replays, first_step, last_step, damaged, \
+                       model_digest, cached_tokens";
 
 fn request_row(row: &Row<'_>) -> rusqlite::Result<RequestRow> {
     let key: Option<[u8; 32]> = row.get("idempotency_key")?;
@@ -68,6 +73,8 @@ fn request_row(row: &Row<'_>) -> rusqlite::Result<RequestRow> {
         first_step: row.get("first_step")?,
         last_step: row.get("last_step")?,
         damaged: row.get("damaged")?,
+        model_digest: row.get("model_digest")?,
+        cached_tokens: row.get("cached_tokens")?,
     })
 }
 
@@ -174,20 +181,25 @@ impl JournalDb {
         Ok(found.pop())
     }
 
-    /// Counts that these requests are about to be admitted again, on disk before it returns: the next start knows that they
-    /// were being admitted when this one ended. Those that are not kept are left out.
+    /// Counts that these requests are about to be admitted again, on disk before it returns: the next start knows that they were
+    /// when this one ended. Returns those that are live; others are left out.
     ///
     /// # Errors
     /// As for [`append`](Self::append). Nothing was counted.
-    pub fn count_replay(&mut self, requests: &[RequestId]) -> Result<(), DbError> {
-        self.transact(Commit::Synced, |change| {
+    pub fn count_replay(&mut self, requests: &[RequestId]) -> Result<Vec<RequestId>, DbError> {
+        let counted = self.transact(Commit::Synced, |change| {
+            let mut counted = Vec::with_capacity(requests.len());
             for request in requests {
-                change.execute("UPDATE requests SET replays = replays + 1 WHERE id = ?1", [request.0])?;
+                let counts =
+                    "UPDATE requests SET replays = replays + 1 WHERE id = ?1 AND finished_unix IS NULL";
+                if change.execute(counts, [request.0])? > 0 {
+                    counted.push(*request);
+                }
             }
-            Ok(())
+            Ok(counted)
         })?;
         self.committed(Commit::Synced);
-        Ok(())
+        Ok(counted)
     }
 
     /// Forgets how often these requests were replayed: it went well.
@@ -210,7 +222,7 @@ impl JournalDb {
     /// end of its log, on disk; none where it is not kept or has ended.
     ///
     /// # Errors
-    /// As for [`append`](Self::append), and [`DbError::Damaged`], for a request that can only be deleted.
+    /// As for [`append`](Self::append), and [`DbError::Damaged`], for a request that can only be [given up](Self::give_up).
     pub fn set_aside(&mut self, request: RequestId, now_unix: u64) -> Result<Vec<Entry>, DbError> {
         let Some(kept) = self.request(request)? else { return Ok(Vec::new()) };
         if kept.finished_unix.is_some() {
@@ -224,9 +236,29 @@ impl JournalDb {
         let mut entries: Vec<Entry> =
             open.map(|choice| Entry::Finish { choice, reason: Finish::Failed }).collect();
         entries.push(Entry::End { cached_tokens: 0 });
-        let step = Step { entries: entries.iter().map(|entry| (request, *entry)).collect() };
+        let entries_of = entries.iter().map(|entry| (request, *entry)).collect();
+        let step = Step { entries: entries_of, ..Step::default() };
         self.append_at(Commit::Synced, &[Record::Step(step)], now_unix)?;
         Ok(entries)
+    }
+
+    /// Lets a live request that is [damaged](Damage) end now: no start tries it again, it goes when its time is over, and its
+    /// `Idempotency-Key` makes a new one.
+    ///
+    /// # Errors
+    /// As for [`append`](Self::append). Nothing has changed.
+    pub fn give_up(&mut self, request: RequestId, now_unix: u64) -> Result<(), DbError> {
+        let (at, last_step) = (self.usual(), self.last_step());
+        self.transact(at, |change| {
+            change.execute(
+                "UPDATE requests SET finished_unix = ?2, last_step = ?3, idempotency_key = NULL, idempotency_body = NULL
+                 WHERE id = ?1 AND finished_unix IS NULL",
+                params![request.0, now_unix as i64, last_step],
+            )
+        })?;
+        self.committed(at);
+        self.forget(request);
+        Ok(())
     }
 
     fn row(&self, request: RequestId) -> Result<Option<RequestRow>, DbError> {
@@ -262,13 +294,23 @@ impl JournalDb {
             .map_err(sql)?
             .unwrap_or(Err(SavedError::Checksum));
         let entries = self.entries(row, unfolded)?;
-        let &RequestRow { request, tenant, idempotency, finished_unix, replays, .. } = row;
+        let &RequestRow {
+            request,
+            tenant,
+            idempotency,
+            finished_unix,
+            replays,
+            model_digest,
+            cached_tokens,
+            ..
+        } = row;
         Ok(saved.and_then(|saved| {
             Ok(Kept {
-                admission: Admission { request, tenant, idempotency, saved },
+                admission: Admission { request, tenant, idempotency, model_digest, saved },
                 entries: entries?,
                 finished_unix: finished_unix.map(|at| at as u64),
                 replays,
+                cached_tokens,
             })
         }))
     }

@@ -26,6 +26,8 @@ pub struct Admission {
     pub tenant: TenantId,
     /// Under what the client will ask for the same request again.
     pub idempotency: Option<Idempotency>,
+    /// Digest of the model's file, which its tokens are of. `None` where it is not known: an older pagedd took the request.
+    pub model_digest: Option<[u8; 16]>,
     /// The whole valid request.
     pub saved: SavedRequest,
 }
@@ -139,6 +141,10 @@ pub enum Finish {
     Cancelled,
     /// The row could not be computed.
     Failed,
+    /// The model's file was replaced while the request was interrupted.
+    ModelChanged,
+    /// The model is not served any more.
+    ModelGone,
 }
 
 impl From<FinishReason> for Finish {
@@ -148,6 +154,8 @@ impl From<FinishReason> for Finish {
             FinishReason::Length => Self::Length,
             FinishReason::Cancelled => Self::Cancelled,
             FinishReason::Failed => Self::Failed,
+            FinishReason::ModelChanged => Self::ModelChanged,
+            FinishReason::ModelGone => Self::ModelGone,
         }
     }
 }
@@ -159,6 +167,8 @@ impl From<Finish> for FinishReason {
             Finish::Length => Self::Length,
             Finish::Cancelled => Self::Cancelled,
             Finish::Failed => Self::Failed,
+            Finish::ModelChanged => Self::ModelChanged,
+            Finish::ModelGone => Self::ModelGone,
         }
     }
 }

@@ -110,6 +110,10 @@ pub(crate) const JOURNAL: Migrations = &["
         entries BLOB NOT NULL
     ) STRICT;
     INSERT INTO meta (key, value) VALUES ('syncs', 0);
+", "
+    ALTER TABLE requests ADD COLUMN model_digest BLOB CHECK (length(model_digest) = 16);
+    -- Prompt tokens that it found in the prefix cache; NULL until it has started.
+    ALTER TABLE requests ADD COLUMN cached_tokens INTEGER;
 "];
 
 /// Who else may open the file meanwhile.
@@ -137,6 +141,13 @@ pub(crate) fn open(path: &Path, kind: Kind) -> Result<Connection, DbError> {
     db.pragma_update(None, "foreign_keys", true).map_err(sql)?;
     db.pragma_update(None, "trusted_schema", false).map_err(sql)?;
     migrate(&mut db, path, version, kind)?;
+    Ok(db)
+}
+
+/// A database of the newest version that is in memory only. `path` is what errors name.
+pub(crate) fn in_memory(path: &Path, kind: Kind) -> Result<Connection, DbError> {
+    let mut db = Connection::open_in_memory().map_err(|error| DbError::sql(path, error))?;
+    migrate(&mut db, path, 0, kind)?;
     Ok(db)
 }
 

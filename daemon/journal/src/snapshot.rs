@@ -24,6 +24,8 @@ pub struct SnapshotRequest {
     pub admission: Admission,
     /// Its whole log.
     pub entries: Vec<Entry>,
+    /// Prompt tokens that it found in the prefix cache; `None` where it has not started.
+    pub cached_tokens: Option<u32>,
     /// When it ended, in seconds since 1970; `None` while it is live.
     pub finished_unix: Option<u64>,
 }
@@ -35,6 +37,7 @@ impl JournalDb {
     /// # Errors
     /// As for [`append`](Self::append). Nothing has changed.
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<(), DbError> {
+        let unread = self.unread;
         self.transact(Commit::Synced, |change| {
             // The logs of what had ended are to be whole; the counters of rows start anew from what is left.
             fold(change, Which::All)?;
@@ -42,8 +45,12 @@ impl JournalDb {
             for request in &snapshot.requests {
                 replays.push(take(change, request.admission.request)?);
             }
-            for seq in change.rows("SELECT seq FROM requests WHERE finished_unix IS NULL", [], |r| r.get(0))? {
-                delete_row(change, seq)?;
+            if !unread {
+                for seq in
+                    change.rows("SELECT seq FROM requests WHERE finished_unix IS NULL", [], |r| r.get(0))?
+                {
+                    delete_row(change, seq)?;
+                }
             }
             let next = change.rows(
                 "SELECT coalesce(max(seq), 0) + 1, coalesce(max(coalesce(last_step, first_step)), 0) + 1 FROM requests",
@@ -57,9 +64,9 @@ impl JournalDb {
                 let finished = request.finished_unix.map(|at| at as i64);
                 let bytes = finished.map_or(0, |_| request.entries.len() as i64 * ENTRY_BYTES);
                 change.execute(
-                    "UPDATE requests SET replays = ?2, finished_unix = ?3, last_step = ?4, bytes = bytes + ?5
-                     WHERE seq = ?1",
-                    params![seq, replays, finished, finished.map(|_| step), bytes],
+                    "UPDATE requests SET replays = ?2, finished_unix = ?3, last_step = ?4, bytes = bytes + ?5,
+                     cached_tokens = ?6 WHERE seq = ?1",
+                    params![seq, replays, finished, finished.map(|_| step), bytes, request.cached_tokens],
                 )?;
             }
             Ok(())

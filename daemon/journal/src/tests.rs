@@ -1,4 +1,4 @@
-use crate::schema::{CONTROL, CONTROL_DB, Kind, Migrations, open};
+use crate::schema::{CONTROL, CONTROL_DB, JOURNAL, JOURNAL_DB, Kind, Migrations, open};
 use crate::*;
 use pagedd_core::TenantId;
 use proptest::prelude::*;
@@ -295,6 +295,44 @@ fn a_migration_that_fails_changes_nothing() {
     assert_eq!(schema_of(&db), schema_of(&Connection::open(v1().path().join("control.db")).unwrap()));
     drop(db);
     assert_eq!(ControlDb::open(dir.path()).unwrap().tenants().unwrap().len(), 2);
+}
+
+#[test]
+fn a_journal_of_version_1_is_read_with_all_that_is_in_it_and_a_copy_is_left() {
+    let dir = dir();
+    let path = dir.path().join("journal.db");
+    let first = open(&path, Kind { migrations: &JOURNAL[..1], ..JOURNAL_DB }).unwrap();
+    let saved = SavedRequest {
+        model: "smollm2".to_owned(),
+        key: None,
+        created_unix: 1,
+        on_leave: OnLeave::RunOn,
+        prompt: vec![1, 2, 3],
+        sampling: pagedd_core::SamplingParams::GREEDY.into(),
+        n: 1,
+        max_tokens: 9,
+        stop_ids: Vec::new(),
+        context: Vec::new(),
+    };
+    let body = crate::saved::seal(&saved).unwrap();
+    first
+        .execute(
+            "INSERT INTO requests (seq, id, tenant, bytes, first_step) VALUES (1, zeroblob(16), 1, 9, 1)",
+            [],
+        )
+        .unwrap();
+    first.execute("INSERT INTO bodies (request, body) VALUES (1, ?1)", [body]).unwrap();
+    drop(first);
+    let db = JournalDb::open(dir.path(), Fsync::Every).unwrap();
+    let mut live = Vec::new();
+    db.replay_live(|kept| live.push(kept.unwrap())).unwrap();
+    assert_eq!(live.len(), 1);
+    assert_eq!(live[0].admission.saved, saved);
+    assert_eq!((live[0].admission.model_digest, live[0].cached_tokens), (None, None));
+    assert_eq!(pragma(&db.db, "user_version"), 2);
+    drop(db);
+    let copy = Connection::open(dir.path().join("journal.db.v1")).unwrap();
+    assert_eq!(pragma(&copy, "user_version"), 1);
 }
 
 #[test]

@@ -10,8 +10,12 @@
 //!                              │  ▲
 //!                              └──┘ append: counted; snapshot refused by the disk: later again
 //! ```
+//!
+//! Where the file cannot be opened for want of room, or of the right to write it, a writer begins as `Lost`, over a database in memory
+//! that stands in for the file until it can be.
 
 use crate::{DbError, Expired, Fsync, JournalDb, Record, Retention, Snapshot};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// How long after a failure the disk is tried again, at first and at most.
@@ -76,6 +80,8 @@ impl From<&DbError> for LossReason {
 #[derive(Debug)]
 pub struct JournalWriter {
     db: JournalDb,
+    /// `db` stands in for the one in this directory.
+    absent: Option<PathBuf>,
     state: State,
     /// The oldest commit that is not synced.
     unsynced_since: Option<Instant>,
@@ -94,7 +100,31 @@ enum State {
 impl JournalWriter {
     /// A writer over an open journal.
     pub fn new(db: JournalDb) -> Self {
-        Self { db, state: State::Durable, unsynced_since: None, unclean_since: None, tidy_from: None }
+        Self {
+            db,
+            absent: None,
+            state: State::Durable,
+            unsynced_since: None,
+            unclean_since: None,
+            tidy_from: None,
+        }
+    }
+
+    /// A writer over the journal in `state_dir`. A full disk, or a file that cannot be written, keeps nobody from serving: then nothing is
+    /// durable before that is mended, and what the file holds waits for the next start.
+    ///
+    /// # Errors
+    /// Every other one of [`JournalDb::open`]: to go on without the file would lose what is in it.
+    pub fn open(state_dir: &Path, fsync: Fsync, now: Now) -> Result<Self, DbError> {
+        let error = match JournalDb::open(state_dir, fsync) {
+            Ok(db) => return Ok(Self::new(db)),
+            Err(error @ (DbError::DiskFull { .. } | DbError::ReadOnly { .. })) => error,
+            Err(error) => return Err(error),
+        };
+        let mut writer = Self::new(JournalDb::stand_in(state_dir, fsync)?);
+        writer.absent = Some(state_dir.to_owned());
+        writer.lose(&error, 0, now);
+        Ok(writer)
     }
 
     /// The journal, for reading, replay counters, setting aside and deletion.
@@ -134,7 +164,7 @@ impl JournalWriter {
         }
         // Room may be in the write-ahead log itself; where it is not, that is no error of the snapshot's.
         drop(self.db.truncate_log());
-        match self.db.touch() {
+        match self.find_file().and_then(|()| self.db.touch()) {
             Ok(()) => {
                 // The caller was told; it is told again if nothing comes of it.
                 if let State::Lost { retry, wait, .. } = &mut self.state {
@@ -147,6 +177,16 @@ impl JournalWriter {
                 false
             }
         }
+    }
+
+    /// Opens the file that `db` stands in for, if it does.
+    fn find_file(&mut self) -> Result<(), DbError> {
+        if let Some(state_dir) = &self.absent {
+            self.db = JournalDb::open(state_dir, self.db.fsync())?;
+            self.db.keep_live();
+            self.absent = None;
+        }
+        Ok(())
     }
 
     /// Writes a snapshot that holds everything that was passed to [`append`](Self::append) so far. What is appended from here

@@ -8,9 +8,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use common::{END, Model, NOW, admission, admit, finish, id, replay, step, token};
+use common::{END, Model, NOW, admission, admit, finish, id, replay, start, step, token};
 use pagedd_core::{RequestId, TenantId};
 use pagedd_journal::{
     DbError, Entry, Finish, Fsync, JournalDb, Record, Retention, SavedError, Snapshot, SnapshotRequest,
@@ -126,7 +127,7 @@ fn an_idempotency_key_finds_its_tenants_request_as_long_as_that_is_kept() {
 #[test]
 fn a_replay_is_counted_and_a_request_that_is_set_aside_fails() {
     let (dir, mut db) = two();
-    db.count_replay(&[id(2), id(9)]).unwrap();
+    assert_eq!(db.count_replay(&[id(1), id(2), id(9)]).unwrap(), [id(2)], "what is live");
     db.count_replay(&[id(2)]).unwrap();
     assert!(!db.unsynced());
     drop(db);
@@ -208,7 +209,7 @@ fn canaries(n: u32) -> [Vec<u8>; 2] {
 fn canary(n: u32, tenant: u32) -> Vec<Record> {
     let mut admission = admission(u64::from(n), tenant);
     admission.saved.context = canaries(n)[0].repeat(1 + n as usize % 90);
-    vec![Record::Admission(Box::new(admission))]
+    vec![Record::Admission(Arc::new(admission))]
 }
 
 fn canary_tokens(n: u32) -> impl Iterator<Item = (u64, Entry)> {
@@ -373,6 +374,42 @@ fn one_damaged_request_is_named_and_the_others_are_there() {
 }
 
 #[test]
+fn a_damaged_live_request_that_is_given_up_is_not_live_any_more_and_goes_when_its_time_is_over() {
+    let dir = dir();
+    let mut db = open(dir.path());
+    db.append(&[admit(3, 1), admit(4, 1), step([(3, token(0, 1)), (4, token(0, 2))])], NOW).unwrap();
+    drop(db);
+    raw(dir.path()).execute_batch("UPDATE bodies SET body = zeroblob(40) WHERE request = 1").unwrap();
+    let mut db = open(dir.path());
+    assert_eq!(damage(&db), [(id(3), SavedError::Checksum)]);
+    db.give_up(id(3), NOW + 1).unwrap();
+    db.give_up(id(3), NOW + 50).unwrap();
+    db.give_up(id(9), NOW + 1).unwrap();
+    assert_eq!(db.live(), 1);
+    assert_eq!(db.by_idempotency_key(TenantId(1), &[3; 32]).unwrap(), None, "its key makes a new one");
+    db.append(&[step([(3, token(0, 9)), (4, token(0, 3))])], NOW + 2).unwrap();
+    drop(db);
+    let mut db = open(dir.path());
+    let mut live = Vec::new();
+    db.replay_live(|kept| live.push(kept.unwrap())).unwrap();
+    assert_eq!(live.len(), 1);
+    assert_eq!(live[0].entries, [token(0, 2), token(0, 3)]);
+    assert_eq!(db.expire(NOW + 60, &keep(60)).unwrap().requests, []);
+    assert_eq!(db.expire(NOW + 61, &keep(60)).unwrap().requests, [id(3)]);
+}
+
+#[test]
+fn what_a_request_found_in_the_cache_is_kept_from_its_first_step_on() {
+    let dir = dir();
+    let mut db = open(dir.path());
+    db.append(&[admit(1, 1), admit(2, 1), start(1, 48), start(9, 7)], NOW).unwrap();
+    db.append(&[start(2, 0), step([(1, token(0, 1))])], NOW).unwrap();
+    drop(db);
+    let kept = replay(&open(dir.path()));
+    assert_eq!([&kept[0], &kept[1]].map(|kept| kept.cached_tokens), [Some(48), Some(0)]);
+}
+
+#[test]
 fn a_copy_of_the_files_at_any_moment_is_a_journal_of_that_moment() {
     let (dir, copy) = (dir(), dir());
     let mut db = open(dir.path());
@@ -409,6 +446,7 @@ fn a_snapshot_takes_the_place_of_what_was_live_and_leaves_what_had_ended() {
     let request = |n, tenant, entries: &[Entry], finished_unix| SnapshotRequest {
         admission: admission(n, tenant),
         entries: entries.to_vec(),
+        cached_tokens: Some(n as u32),
         finished_unix,
     };
     let whole = [token(0, 20), token(1, 21), finish(1), token(0, 22)];
@@ -432,6 +470,7 @@ fn a_snapshot_takes_the_place_of_what_was_live_and_leaves_what_had_ended() {
             kept[1..].iter().map(|k| (k.admission.request, k.finished_unix, k.replays)).collect();
         assert_eq!(rest, [(id(4), Some(NOW + 5), 0), (id(2), None, 1), (id(5), None, 0)]);
         assert_eq!(kept[2].entries, whole);
+        assert_eq!(kept[2].cached_tokens, Some(2));
         assert_eq!(db.live(), 2);
     }
     db.append(&[step([(2, token(0, 23)), (3, token(0, 31)), (5, token(0, 50))])], NOW).unwrap();
@@ -458,6 +497,7 @@ enum Act {
 #[derive(Clone, Debug)]
 enum Piece {
     Admit(u32),
+    Start(u64, u32),
     Tokens(Vec<(u64, u32)>),
     End(u64),
 }
@@ -466,6 +506,7 @@ fn piece() -> impl Strategy<Value = Piece> {
     prop_oneof![
         2 => (1..4_u32).prop_map(Piece::Admit),
         4 => prop::collection::vec((0..24_u64, any::<u32>()), 0..12).prop_map(Piece::Tokens),
+        1 => (0..24_u64, any::<u32>()).prop_map(|(n, cached)| Piece::Start(n, cached)),
         1 => (0..24_u64).prop_map(Piece::End),
     ]
 }
@@ -503,6 +544,7 @@ proptest! {
                             admitted += 1;
                             admit(admitted - 1, tenant)
                         }
+                        Piece::Start(n, cached_tokens) => start(n, cached_tokens),
                         Piece::Tokens(tokens) => step(tokens.into_iter().map(|(n, t)| (n, token(t % 2, t)))),
                         Piece::End(n) => step([(n, finish(0)), (n, END)]),
                     }).collect();
@@ -541,7 +583,7 @@ proptest! {
                 Act::Count(n) => {
                     db.count_replay(&[id(n)]).unwrap();
                     let kept = model.requests.iter_mut().find(|kept| kept.admission.request == id(n));
-                    if let Some(kept) = kept {
+                    if let Some(kept) = kept.filter(|kept| kept.finished_unix.is_none()) {
                         kept.replays += 1;
                     }
                 }
@@ -551,6 +593,7 @@ proptest! {
                     let requests = live.iter().map(|kept| SnapshotRequest {
                         admission: kept.admission.clone(),
                         entries: kept.entries.clone(),
+                        cached_tokens: kept.cached_tokens,
                         finished_unix: None,
                     });
                     db.restore(&Snapshot { requests: requests.collect() }).unwrap();

@@ -3,7 +3,7 @@ use std::fs::File;
 use pagedd_core::{BlockId, TenantId};
 use pagedd_host::{Child, Sandbox, Spawn};
 use pagedd_kv::{BlockKey, DomainOwner, LedgerRecord};
-use pagedd_wire::worker::StepCost;
+use pagedd_wire::worker::StepCost as Measured;
 
 use super::*;
 use crate::child::OwnChild;
@@ -27,12 +27,13 @@ fn info() -> ModelInfo {
         block_bytes: 4096,
         weight_bytes: 1,
         digest: [5; 16],
+        file_digest: [6; 16],
         weights_reused: false,
         kv_reused: true,
         threads: 1,
         kernels: "generic".to_owned(),
         load_us: 0,
-        cost: StepCost::from(pagedd_core::StepCost::UNKNOWN),
+        cost: Measured::from(StepCost::UNKNOWN),
     }
 }
 
@@ -47,7 +48,7 @@ fn copy(fd: &impl AsFd) -> OwnedFd {
 /// What the next daemon finds.
 fn left(kv: Option<OwnedFd>, ledger: Option<OwnedFd>, writer: Option<OwnedFd>) -> Arenas {
     let store = Arc::new(FdStore::without_manager());
-    Arenas { store, model: "m".to_owned(), weights: None, kv, ledger, writer }
+    Arenas { store, model: "m".to_owned(), weights: None, kv, ledger, writer, cost: None }
 }
 
 /// A ledger of `kv` with one record, as a daemon leaves it.
@@ -130,4 +131,35 @@ fn without_a_proof_that_its_last_writer_is_gone_an_arena_is_not_used_and_neither
         arenas.settle();
         assert!(arenas.kv().is_none() && arenas.ledger.is_none());
     }
+}
+
+fn known() -> KnownCost {
+    KnownCost {
+        digest: [5; 16],
+        threads: 3,
+        max_model_len: 64,
+        max_num_seqs: 8,
+        max_num_batched_tokens: 128,
+        cost: Measured { body_us: [1.5; StepCost::SIZES.len()], ..Measured::from(StepCost::UNKNOWN) },
+    }
+}
+
+#[test]
+fn what_steps_took_is_read_back_and_what_is_none_of_it_is_nothing() {
+    let memory = write_cost(&known()).unwrap();
+    assert_eq!(read_cost(copy(&memory)), Some(known()));
+    assert_eq!(read_cost(arena()), None, "zeros");
+    assert_eq!(read_cost(File::open("/proc/self/exe").unwrap().into()), None);
+    let mut cut = SharedMemory::create("cost", 9).unwrap();
+    cut.as_mut().copy_from_slice(&memory.as_ref()[..9]);
+    assert_eq!(read_cost(copy(&cut)), None);
+}
+
+#[test]
+fn only_what_was_measured_is_kept() {
+    let mut arenas = left(None, None, None);
+    arenas.keep_cost(KnownCost { cost: Measured::from(StepCost::UNKNOWN), ..known() });
+    assert_eq!(arenas.known_cost(), None);
+    arenas.keep_cost(known());
+    assert_eq!(arenas.known_cost(), Some(known()));
 }

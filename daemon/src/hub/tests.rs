@@ -19,14 +19,17 @@ struct Bench {
     engine: Inbox<Box<Ticket>>,
     lookups: mpsc::Receiver<Lookup>,
     durability: watch::Sender<Durability>,
+    told: mpsc::Receiver<Told>,
 }
 
 fn bench() -> Bench {
     let (handle, engine) = inbox(16);
     let limits = Limits { retention: Duration::from_mins(10), reattach_grace: Duration::from_mins(1) };
     let (asked, lookups) = mpsc::channel(4);
+    let (inbox, told) = mpsc::channel(16);
     let durability = watch::Sender::new(Durability::Durable);
-    Bench { hub: Hub::new(limits, vec![handle], asked, durability.subscribe()), engine, lookups, durability }
+    let recorder = Recorder { inbox, lookups: asked, durability: durability.subscribe() };
+    Bench { hub: Hub::new(limits, vec![handle], &recorder), engine, lookups, durability, told }
 }
 
 /// A request of 3 prompt tokens.
@@ -43,7 +46,7 @@ fn admission(tenant: TenantId, request: RequestId) -> Admission {
         stop_ids: Vec::new(),
         context: vec![1, 2],
     };
-    Admission { request, tenant, idempotency: None, saved }
+    Admission { request, tenant, idempotency: None, model_digest: None, saved }
 }
 
 /// That of [`TENANT`], admitted.
@@ -53,7 +56,7 @@ fn admitted(connection: u64) -> Message {
 
 fn admitted_as(connection: u64, admission: Admission) -> Message {
     let connection = ConnectionId(connection);
-    Message::Admitted { admission: Box::new(admission), model: ModelId(0), connection, number: 5 }
+    Message::Admitted { admission: Arc::new(admission), model: ModelId(0), connection, number: 5 }
 }
 
 fn resumable(request: RequestId) -> Admission {
@@ -207,8 +210,13 @@ fn a_tenant_can_neither_read_nor_cancel_anothers_request() {
     let mut foreign = bench.up(STRANGER, 2, 100);
     bench.hub.handle(admitted(1));
     bench.hub.handle(Message::Attach(ConnectionId(2), REQUEST, 0));
-    let kept =
-        Kept { admission: admission(TENANT, REQUEST), entries: Vec::new(), finished_unix: None, replays: 0 };
+    let kept = Kept {
+        admission: admission(TENANT, REQUEST),
+        entries: Vec::new(),
+        finished_unix: None,
+        replays: 0,
+        cached_tokens: None,
+    };
     bench.journal(&[kept]);
     assert_eq!(foreign.try_recv(), Ok(ToGateway::NotFound { request: REQUEST.0 }));
     bench.hub.handle(Message::Cancel(ConnectionId(2), REQUEST));
@@ -314,6 +322,7 @@ fn what_is_not_in_memory_is_read_from_the_journal_one_request_of_a_gateway_at_a_
             entries: vec![text, end],
             finished_unix: Some(unix()),
             replays: 0,
+            cached_tokens: None,
         })
         .collect();
     for i in 0..4 {
@@ -347,8 +356,9 @@ fn a_restored_request_is_read_on_and_is_cancelled_if_nobody_comes_back_for_it() 
         entries: entries_before,
         finished_unix: None,
         replays: 0,
+        cached_tokens: None,
     };
-    bench.hub.restore(ModelId(0), kept);
+    bench.hub.restore(Some(ModelId(0)), kept);
     let mut frames = bench.up(TENANT, 1, 100);
     bench.tokens([2]);
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
@@ -366,9 +376,14 @@ fn a_restored_request_is_read_on_and_is_cancelled_if_nobody_comes_back_for_it() 
 #[test]
 fn a_restored_request_that_is_cancelled_before_its_engine_has_it_is_cancelled_as_soon_as_it_does() {
     let mut bench = bench();
-    let kept =
-        Kept { admission: admission(TENANT, REQUEST), entries: Vec::new(), finished_unix: None, replays: 0 };
-    bench.hub.restore(ModelId(0), kept);
+    let kept = Kept {
+        admission: admission(TENANT, REQUEST),
+        entries: Vec::new(),
+        finished_unix: None,
+        replays: 0,
+        cached_tokens: None,
+    };
+    bench.hub.restore(Some(ModelId(0)), kept);
     let _frames = bench.up(TENANT, 1, 100);
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 0));
     bench.hub.handle(Message::Cancel(ConnectionId(1), REQUEST));
@@ -439,4 +454,57 @@ fn a_tenant_that_fills_the_memory_of_finished_logs_drops_its_own_and_not_those_o
     bench.hub.handle(Message::Forget(TENANT));
     bench.hub.handle(Message::Forget(STRANGER));
     assert_eq!((bench.hub.finished_bytes, bench.hub.logs.len()), (0, 0));
+}
+
+/// What the recorder was told to write: how choices end.
+fn told(bench: &mut Bench) -> Vec<FinishReason> {
+    let mut reasons = Vec::new();
+    while let Ok(Told::Step(record)) = bench.told.try_recv() {
+        reasons.extend(record.finished.iter().map(|finished| finished.reason));
+        bench.hub.handle(Message::Step(record));
+    }
+    reasons
+}
+
+fn kept(request: RequestId) -> Kept {
+    let entries = vec![pagedd_journal::Entry::Token { choice: 0, token: 5 }];
+    Kept { admission: resumable(request), entries, finished_unix: None, replays: 0, cached_tokens: Some(2) }
+}
+
+#[test]
+fn a_request_whose_model_is_not_there_can_be_cancelled_and_ends_once_that_lasts() {
+    let (failed, other) = (RequestId([1; 16]), RequestId([2; 16]));
+    for model in [None, Some(ModelId(0))] {
+        let mut bench = bench();
+        let mut frames = bench.up(TENANT, 1, 100);
+        bench.hub.restore(model, kept(failed));
+        bench.hub.restore(model, kept(other));
+        if let Some(model) = model {
+            bench.hub.expire(Instant::now() + Duration::from_hours(1));
+            assert_eq!(told(&mut bench), [], "it may still load");
+            bench.hub.handle(Message::ModelFailed(model));
+        }
+        bench.hub.handle(Message::Attach(ConnectionId(1), failed, 0));
+        bench.hub.handle(Message::Cancel(ConnectionId(1), failed));
+        bench.hub.expire(Instant::now());
+        assert_eq!(told(&mut bench), [FinishReason::Cancelled]);
+        bench.hub.flush();
+        let expected = [
+            token(5),
+            Entry::Finish { choice: 0, reason: Finish::Cancelled },
+            Entry::End { cached_tokens: 2 },
+        ];
+        assert_eq!(entries(&mut frames, 0), expected);
+        let (answer, mut live) = oneshot::channel();
+        bench.hub.handle(Message::Live(TENANT, answer));
+        assert_eq!(live.try_recv(), Ok(1), "the other waits");
+
+        bench.hub.expire(Instant::now() + Duration::from_mins(9));
+        assert_eq!(told(&mut bench), []);
+        bench.hub.expire(Instant::now() + Duration::from_mins(11));
+        assert_eq!(told(&mut bench), [FinishReason::ModelGone]);
+        bench.hub.expire(Instant::now() + Duration::from_mins(12));
+        assert_eq!(told(&mut bench), [], "once");
+        assert!(bench.commands().is_empty(), "there is no engine to tell");
+    }
 }

@@ -312,6 +312,10 @@ pub enum Finish {
     Cancelled,
     /// The row could not be computed.
     Failed,
+    /// The model's file was replaced while the request was interrupted.
+    ModelChanged,
+    /// The model is not served any more.
+    ModelGone,
 }
 
 impl From<pagedd_core::FinishReason> for Finish {
@@ -321,6 +325,8 @@ impl From<pagedd_core::FinishReason> for Finish {
             pagedd_core::FinishReason::Length => Self::Length,
             pagedd_core::FinishReason::Cancelled => Self::Cancelled,
             pagedd_core::FinishReason::Failed => Self::Failed,
+            pagedd_core::FinishReason::ModelChanged => Self::ModelChanged,
+            pagedd_core::FinishReason::ModelGone => Self::ModelGone,
         }
     }
 }

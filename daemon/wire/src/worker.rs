@@ -55,6 +55,46 @@ pub struct Hello {
     pub weights_fd: bool,
     /// An fd of the KV arena of an earlier worker is beside this frame.
     pub kv_fd: bool,
+    /// What an earlier worker measured: where it was the same in all that counts, nothing is measured again.
+    pub known_cost: Option<KnownCost>,
+}
+
+/// What steps took an earlier worker, and all that it depends on.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct KnownCost {
+    /// [`ModelInfo::digest`]: the model, its types, and the instruction set.
+    pub digest: [u8; 16],
+    /// [`ModelInfo::threads`].
+    pub threads: u32,
+    /// [`ModelInfo::max_model_len`].
+    pub max_model_len: u32,
+    /// [`Hello::max_num_seqs`].
+    pub max_num_seqs: u32,
+    /// [`Hello::max_num_batched_tokens`].
+    pub max_num_batched_tokens: u32,
+    /// What was measured.
+    pub cost: StepCost,
+}
+
+impl KnownCost {
+    /// What a worker that was told `hello` and loaded `info` has measured.
+    #[must_use]
+    pub fn new(hello: &Hello, info: &ModelInfo) -> Self {
+        Self {
+            digest: info.digest,
+            threads: info.threads,
+            max_model_len: info.max_model_len,
+            max_num_seqs: hello.max_num_seqs,
+            max_num_batched_tokens: hello.max_num_batched_tokens,
+            cost: info.cost,
+        }
+    }
+
+    /// Whether it holds for the worker that was told `hello` and loaded `info`.
+    #[must_use]
+    pub fn holds_for(&self, hello: &Hello, info: &ModelInfo) -> bool {
+        *self == Self { cost: self.cost, ..Self::new(hello, info) }
+    }
 }
 
 /// Where to compute.
@@ -254,6 +294,8 @@ pub struct ModelInfo {
     pub weight_bytes: u64,
     /// Digest of model, dtype and layout: part of every prefix key.
     pub digest: [u8; 16],
+    /// Digest of the model's file, or files, alone.
+    pub file_digest: [u8; 16],
     /// The weights arena was mapped as it was found.
     pub weights_reused: bool,
     /// The KV arena was mapped as it was found.

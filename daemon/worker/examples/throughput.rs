@@ -65,6 +65,7 @@ fn main() -> anyhow::Result<()> {
         measure: true,
         weights_fd: false,
         kv_fd: false,
+        known_cost: None,
     };
     let start = Instant::now();
     let mut runner = ModelRunner::load(&hello, Fds::default(), &mut |_| true)?;

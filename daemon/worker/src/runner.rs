@@ -127,6 +127,7 @@ impl ModelRunner {
             block_bytes: request.block_bytes,
             weight_bytes: places.bytes as u64,
             digest: kv_identity[..16].try_into().unwrap_or_default(),
+            file_digest: source.digest(),
             weights_reused,
             kv_reused,
             threads: threads as u32,
@@ -148,8 +149,10 @@ impl ModelRunner {
         let decoder =
             Decoder::new(config, places, weights, isa, threads, tokens, draws).map_err(LoadError::Threads)?;
         let mut runner = Self { decoder, kv, layout, sequences: Sequences::default(), limits, info };
-        if hello.measure {
-            runner.measure();
+        match hello.known_cost {
+            Some(known) if known.holds_for(hello, &runner.info) => runner.info.cost = known.cost,
+            Some(_) | None if hello.measure => runner.measure(),
+            Some(_) | None => {}
         }
         Ok(runner)
     }

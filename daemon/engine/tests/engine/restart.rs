@@ -154,9 +154,8 @@ fn the_next_engine_finds_all_full_blocks_and_gives_the_same() {
         let emitted: BTreeSet<_> =
             restored.iter().flat_map(|r| &r.choices).map(|c| c.emitted.len()).collect();
         let live = restored.into_iter().filter(|restored| ends(restored) > 0);
-        let mut commands: Vec<_> = live
-            .map(|live| Command::Restore { restored: Box::new(live), reply: Box::new(|()| ()) })
-            .collect();
+        let mut commands: Vec<_> =
+            live.map(|live| Command::Restore { restored: Box::new(live), reply: Box::new(|_| ()) }).collect();
         // One tenant's share comes before its requests, the other's after them.
         commands.insert(0, share(0, pool));
         commands.push(share(1, pool));
@@ -173,9 +172,8 @@ fn the_next_engine_finds_all_full_blocks_and_gives_the_same() {
         // And once more, with nothing lost in between.
         let restored = requests.iter().map(|request| world.restored(request));
         let live = restored.filter(|restored| ends(restored) > 0);
-        let mut commands: Vec<_> = live
-            .map(|live| Command::Restore { restored: Box::new(live), reply: Box::new(|()| ()) })
-            .collect();
+        let mut commands: Vec<_> =
+            live.map(|live| Command::Restore { restored: Box::new(live), reply: Box::new(|_| ()) }).collect();
         let open = commands.len();
         commands.extend([share(0, pool), share(1, pool)]);
         if open > 0 {

@@ -291,6 +291,8 @@ pub fn broken(why: Broken) -> ApiError {
     match why {
         Broken::Cancelled => ApiError::cancelled(),
         Broken::Failed => ApiError::generation_failed(),
+        Broken::ModelChanged => ApiError::model_changed(),
+        Broken::ModelGone => ApiError::model_gone(),
     }
 }
 

@@ -4,6 +4,8 @@ use crate::{Admission, Entry, OnLeave, SavedRequest, SnapshotRequest, Step};
 use pagedd_core::{RequestId, SamplingParams, TenantId};
 use rusqlite::Connection;
 use std::collections::BTreeMap;
+use std::fs;
+use std::sync::Arc;
 use tempfile::TempDir;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -65,6 +67,7 @@ fn admission(n: u8) -> Admission {
         request: id(n),
         tenant: TenantId(u32::from(n)),
         idempotency: None,
+        model_digest: Some([5; 16]),
         saved: SavedRequest {
             model: "m".to_owned(),
             key: None,
@@ -81,15 +84,15 @@ fn admission(n: u8) -> Admission {
 }
 
 fn admit(n: u8) -> Record {
-    Record::Admission(Box::new(admission(n)))
+    Record::Admission(Arc::new(admission(n)))
 }
 
 fn token(n: u8, token: u32) -> Record {
-    Record::Step(Step { entries: vec![(id(n), Entry::Token { choice: 0, token })] })
+    Record::Step(Step { entries: vec![(id(n), Entry::Token { choice: 0, token })], ..Step::default() })
 }
 
 fn end(n: u8) -> Record {
-    Record::Step(Step { entries: vec![(id(n), Entry::End { cached_tokens: 0 })] })
+    Record::Step(Step { entries: vec![(id(n), Entry::End { cached_tokens: 0 })], ..Step::default() })
 }
 
 fn entries(tokens: &[u32]) -> Vec<Entry> {
@@ -100,6 +103,7 @@ fn snapshot(requests: &[(u8, &[u32])]) -> Snapshot {
     let request = |(n, tokens): &(u8, &[u32])| SnapshotRequest {
         admission: admission(*n),
         entries: entries(tokens),
+        cached_tokens: None,
         finished_unix: None,
     };
     Snapshot { requests: requests.iter().map(request).collect() }
@@ -231,4 +235,56 @@ fn a_disk_that_is_too_full_to_tidy_up_loses_nothing() {
         assert_eq!(bench.writer.tick(now), Durability::Durable);
     }
     assert_eq!(bench.log(1).unwrap().len(), FOLD_FROM as usize);
+}
+
+#[test]
+fn a_file_that_cannot_be_opened_is_taken_up_once_it_can_and_what_is_live_in_it_stays() {
+    for existing in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, away) = (dir.path().join("journal.db"), dir.path().join("away"));
+        if existing {
+            let mut db = JournalDb::open(dir.path(), Fsync::Every).unwrap();
+            db.append(&[admit(1), token(1, 10)], 1).unwrap();
+            drop(db);
+            fs::rename(&path, &away).unwrap();
+        }
+        // Even root cannot open a directory as a database.
+        fs::create_dir(&path).unwrap();
+        let start = Instant::now();
+        let at = |seconds| Now { instant: start + Duration::from_secs(seconds), unix: seconds };
+        let mut writer = JournalWriter::open(dir.path(), Fsync::Every, at(0)).unwrap();
+        let lost = |records| matches!(records, Durability::Lost { records: 2, .. });
+        assert!(matches!(writer.durability(), Durability::Lost { records: 0, .. }));
+        assert!(lost(writer.append(&[admit(2), token(2, 20)], at(1))));
+        assert!(!writer.needs_snapshot(at(2)), "it cannot be opened yet");
+        fs::remove_dir(&path).unwrap();
+        if existing {
+            fs::rename(&away, &path).unwrap();
+        }
+        assert!(writer.needs_snapshot(at(60)));
+        assert_eq!(writer.restore_snapshot(&snapshot(&[(2, &[20])]), at(60)), Durability::Durable);
+        assert_eq!(writer.append(&[token(2, 21)], at(61)), Durability::Durable);
+        drop(writer);
+        let db = JournalDb::open(dir.path(), Fsync::Every).unwrap();
+        assert_eq!(db.log(id(2), 0).unwrap().unwrap(), entries(&[20, 21]));
+        let earlier = db.log(id(1), 0).unwrap();
+        assert_eq!(earlier, existing.then(|| entries(&[10])), "an earlier daemon's");
+        assert_eq!(db.live(), 1 + usize::from(existing));
+    }
+}
+
+#[test]
+fn a_file_that_is_damaged_or_of_something_else_is_never_gone_on_without() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(
+        dir.path().join("journal.db"),
+        b"no database, but a text of some length that stands in its place",
+    )
+    .unwrap();
+    let now = Now { instant: Instant::now(), unix: 0 };
+    let error = JournalWriter::open(dir.path(), Fsync::Every, now).unwrap_err();
+    assert!(
+        matches!(error, DbError::Corrupt { .. }) && error.to_string().contains("move it away"),
+        "{error}"
+    );
 }

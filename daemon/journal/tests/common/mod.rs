@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use pagedd_core::{RequestId, SamplingParams, TenantId};
 use pagedd_journal::{
@@ -21,6 +22,7 @@ pub fn admission(n: u64, tenant: u32) -> Admission {
         request: id(n),
         tenant: TenantId(tenant),
         idempotency: n.is_multiple_of(3).then_some(Idempotency { key: [n as u8; 32], body: [7; 32] }),
+        model_digest: n.is_multiple_of(2).then_some([n as u8; 16]),
         saved: SavedRequest {
             model: "smollm2".to_owned(),
             key: Some(3),
@@ -37,11 +39,16 @@ pub fn admission(n: u64, tenant: u32) -> Admission {
 }
 
 pub fn admit(n: u64, tenant: u32) -> Record {
-    Record::Admission(Box::new(admission(n, tenant)))
+    Record::Admission(Arc::new(admission(n, tenant)))
 }
 
 pub fn step(entries: impl IntoIterator<Item = (u64, Entry)>) -> Record {
-    Record::Step(Step { entries: entries.into_iter().map(|(n, entry)| (id(n), entry)).collect() })
+    let entries = entries.into_iter().map(|(n, entry)| (id(n), entry)).collect();
+    Record::Step(Step { entries, ..Step::default() })
+}
+
+pub fn start(n: u64, cached_tokens: u32) -> Record {
+    Record::Step(Step { started: vec![(id(n), cached_tokens)], ..Step::default() })
 }
 
 pub const fn token(choice: u32, token: u32) -> Entry {
@@ -76,8 +83,15 @@ impl Model {
                     entries: Vec::new(),
                     finished_unix: None,
                     replays: 0,
+                    cached_tokens: None,
                 }),
                 Record::Step(step) => {
+                    for (request, cached_tokens) in &step.started {
+                        let kept = self.requests.iter_mut().find(|k| k.admission.request == *request);
+                        if let Some(kept) = kept.filter(|k| k.finished_unix.is_none()) {
+                            kept.cached_tokens = Some(*cached_tokens);
+                        }
+                    }
                     for (request, entry) in &step.entries {
                         let kept = self.requests.iter_mut().find(|k| k.admission.request == *request);
                         if let Some(kept) = kept.filter(|k| k.finished_unix.is_none()) {

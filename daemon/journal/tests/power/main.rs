@@ -98,6 +98,7 @@ fn restore(db: &mut JournalDb, model: &mut Model) {
     let requests = live.iter().map(|kept| SnapshotRequest {
         admission: kept.admission.clone(),
         entries: kept.entries.clone(),
+        cached_tokens: kept.cached_tokens,
         finished_unix: None,
     });
     db.restore(&Snapshot { requests: requests.collect() }).unwrap();
@@ -190,6 +191,7 @@ fn snapshot(model: &Model) -> Snapshot {
     let request = |kept: &Kept| SnapshotRequest {
         admission: kept.admission.clone(),
         entries: kept.entries.clone(),
+        cached_tokens: kept.cached_tokens,
         finished_unix: kept.finished_unix,
     };
     Snapshot { requests: model.requests.iter().map(request).collect() }

@@ -54,6 +54,7 @@ pub fn hello(path: &Path, dtype: Dtype) -> Hello {
         measure: false,
         weights_fd: false,
         kv_fd: false,
+        known_cost: None,
     }
 }
 

@@ -6,8 +6,8 @@ use std::path::Path;
 use pagedd_core::{SamplingParams, StepCost, TensorType};
 use pagedd_model::testing::{Random, TinyModel};
 use pagedd_wire::worker::{
-    Arena, Begin, BlockCopy, Dtype, Hello, Input, KvMemory, Output, Plan, Row, Sampled, SequenceState,
-    TableUpdate,
+    Arena, Begin, BlockCopy, Dtype, Hello, Input, KnownCost, KvMemory, Output, Plan, Row, Sampled,
+    SequenceState, TableUpdate,
 };
 use pagedd_worker::runner::RunError;
 use pagedd_worker::{Fds, ModelRunner};
@@ -163,6 +163,28 @@ fn measuring_steps_leaves_a_kv_arena_that_was_taken_over_as_it_was() {
     second.resync(last.before.clone()).unwrap();
     assert_eq!(without_time(&second.run(&last.known).unwrap()), without_time(&last.output));
     assert_equal_arenas(&whole, &second, "measured in between");
+}
+
+#[test]
+fn what_an_earlier_worker_measured_is_not_measured_again_unless_something_differs() {
+    let (_dir, path) = tiny(&TinyModel::of_type(TensorType::Q4_1));
+    let hello = Hello { measure: true, ..small(&path) };
+    let cost = StepCost { body_us: [7.0; StepCost::SIZES.len()], ..StepCost::UNKNOWN };
+    let known = KnownCost { cost: cost.into(), ..KnownCost::new(&hello, load(&small(&path)).info()) };
+    let with = |known| {
+        let hello = Hello { known_cost: Some(known), ..hello.clone() };
+        ModelRunner::load(&hello, Fds::default(), &mut |_| true).unwrap().info().cost
+    };
+    assert_eq!(with(known), known.cost);
+    let others = [
+        KnownCost { digest: [0; 16], ..known },
+        KnownCost { threads: known.threads + 1, ..known },
+        KnownCost { max_num_seqs: known.max_num_seqs + 1, ..known },
+    ];
+    for other in others {
+        let measured = with(other);
+        assert!(measured != known.cost && StepCost::from(measured).is_known(), "{other:?}: {measured:?}");
+    }
 }
 
 #[test]

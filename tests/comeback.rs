@@ -1,0 +1,196 @@
+//! What a restart of the daemon makes of requests that something is wrong with: themselves, their model, their tenant.
+
+use std::path::Path;
+use std::time::Duration;
+
+use pagedd_model::testing::{TinyModel, write_gguf};
+use pagedd_tests::daemon::{Daemon, Site, Tenant, model_yaml};
+use pagedd_tests::http::{Event, Events};
+use pagedd_tests::process::kill_descendant;
+use pagedd_tests::wait;
+use serde_json::{Value, json};
+
+/// The first token of the prompt that ends daemons.
+const DEADLY: u32 = 268;
+
+fn write(folder: &Path, seed: u64) {
+    let path = folder.join("tiny.gguf");
+    write_gguf(&path, seed, &TinyModel { context: 4096, ..TinyModel::default() }).expect("write the model");
+}
+
+/// A generated model of two layers.
+fn yaml(folder: &Path) -> String {
+    let options = "kv_memory: 32768 tokens\n    max_num_seqs: 16\n    threads: 1";
+    model_yaml("tiny", &folder.join("tiny.gguf"), options)
+}
+
+fn body(first: u32, prompt: u32, max_tokens: u32) -> Value {
+    let ids: Vec<u32> =
+        std::iter::once(first).chain((1..prompt).map(|i| 100 + (first * 7 + i * 31) % 150)).collect();
+    json!({
+        "model": "tiny", "prompt": ids, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true,
+        "stream": true, "stream_options": {"include_usage": true}
+    })
+}
+
+#[track_caller]
+fn open(tenant: &Tenant, body: &Value) -> (Events, String) {
+    let mut events = tenant.http.stream("/v1/completions", &[("pagedd-resumable", "1")], body).events();
+    let id = events.header("pagedd-request-id").expect("pagedd-request-id").to_owned();
+    events.next().expect("it has begun");
+    (events, id)
+}
+
+fn kill(daemon: &Daemon) {
+    let pid = daemon.status()["pid"].as_u64().expect("pid") as u32;
+    let old = kill_descendant(daemon.root(), pid);
+    wait::until("another daemon answers", Duration::from_mins(1), || {
+        !old.lives() && daemon.ctl(&["status"]).code == Some(0)
+    });
+}
+
+/// The whole stream of a request, from its begin to its end.
+fn whole(tenant: &Tenant, id: &str) -> Vec<Event> {
+    let path = format!("/v1/requests/{id}/stream");
+    let mut events = None;
+    wait::until("the request can be attached to", Duration::from_mins(1), || {
+        let again = tenant.http.open("GET", &path, &[("last-event-id", "0")], b"");
+        let found = again.status == 200;
+        events = found.then(|| again.events());
+        found
+    });
+    events.expect("attached").collect()
+}
+
+fn text(events: &[Event]) -> String {
+    events.iter().map(Event::text).collect()
+}
+
+/// The usage at the end of a stream.
+#[track_caller]
+fn usage(events: &[Event]) -> Value {
+    let data = events.iter().rev().find_map(|event| {
+        let data: Value = serde_json::from_str(&event.data).ok()?;
+        data["usage"].is_object().then(|| data["usage"].clone())
+    });
+    data.unwrap_or_else(|| panic!("no usage: {:?}", events.last()))
+}
+
+#[test]
+fn a_request_with_which_daemons_end_in_a_later_step_is_set_aside_and_the_others_go_on() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), 41);
+    let undisturbed = {
+        let daemon = Site::new(&yaml(folder.path())).start();
+        let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+        let (_, id) = open(&acme, &body(200, 20, 900));
+        text(&whole(&acme, &id))
+    };
+    let mut daemon = Site::new(&yaml(folder.path())).with_points(format!("commit=return({DEADLY})")).start();
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+    let (_first, before) = open(&acme, &body(200, 20, 900));
+    let (_second, deadly) = open(&acme, &body(DEADLY, 20, 900));
+    let (_third, after) = open(&acme, &body(200, 20, 900));
+    wait::until("a daemon stays", Duration::from_mins(2), || {
+        daemon.site().log_text().contains("it is set aside") && daemon.ctl(&["status"]).code == Some(0)
+    });
+    daemon.wait_ready();
+    assert_eq!(text(&whole(&acme, &before)), undisturbed);
+    assert_eq!(text(&whole(&acme, &after)), undisturbed);
+    let deadly = whole(&acme, &deadly);
+    assert!(deadly.iter().any(|event| event.data.contains("error")), "it did not fail: {:?}", deadly.last());
+    let metrics = daemon.ask(&["metrics"])["text"].to_string();
+    assert!(metrics.contains("pagedd_requests_set_aside_total 1"), "{metrics}");
+    daemon.wait_idle();
+    assert_eq!(daemon.model()["blocks_held"], 0);
+    daemon.stop();
+}
+
+#[test]
+fn usage_after_a_kill_of_the_daemon_is_what_it_would_have_been() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), 41);
+    let mut daemon = Site::new(&yaml(folder.path())).start();
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+    let (_first, cold) = open(&acme, &body(200, 100, 2000));
+    let (_second, warm) = open(&acme, &body(200, 100, 2000));
+    kill(&daemon);
+    daemon.wait_ready();
+    let [cold, warm] = [cold, warm].map(|id| usage(&whole(&acme, &id)));
+    assert_eq!(cold["prompt_tokens_details"]["cached_tokens"], 0, "its own blocks count: {cold}");
+    assert_eq!(warm["prompt_tokens_details"]["cached_tokens"], 96, "{warm}");
+    assert_eq!(cold["completion_tokens"], 2000);
+    daemon.stop();
+}
+
+#[test]
+fn a_request_whose_models_file_was_replaced_ends_with_an_error_that_says_so() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), 41);
+    let mut daemon = Site::new(&yaml(folder.path())).start();
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+    let (_events, id) = open(&acme, &body(200, 20, 3000));
+    write(folder.path(), 42);
+    kill(&daemon);
+    daemon.wait_ready();
+    let events = whole(&acme, &id);
+    let error = events.iter().find(|event| event.data.contains("model_changed"));
+    assert!(error.is_some(), "no error: {:?}", events.last());
+    let state = acme.http.get(&format!("/v1/requests/{id}")).ok();
+    assert_eq!((&state["status"], &state["error"]["code"]), (&json!("failed"), &json!("model_changed")));
+    // The other model serves.
+    let (_events, next) = open(&acme, &body(200, 20, 8));
+    assert!(!text(&whole(&acme, &next)).is_empty());
+    daemon.stop();
+}
+
+#[test]
+fn a_request_whose_model_does_not_load_says_so_can_be_cancelled_and_otherwise_waits_for_it() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), 41);
+    let mut daemon = Site::new(&yaml(folder.path())).start();
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+    let (_first, cancelled) = open(&acme, &body(200, 20, 3000));
+    let (_second, waits) = open(&acme, &body(201, 20, 3000));
+    // More than any machine has.
+    let too_much = yaml(folder.path()).replace("kv_memory: 32768 tokens", "kv_memory: 900000 GiB");
+    daemon.site().configure(&too_much);
+    kill(&daemon);
+    wait::until("the model has failed", Duration::from_mins(1), || daemon.model()["state"]["is"] == "failed");
+    let path = format!("/v1/requests/{cancelled}");
+    let mut state = Value::Null;
+    wait::until("the request says what is wrong", Duration::from_mins(1), || {
+        let answer = acme.http.get(&path);
+        let found = answer.status == 200;
+        if found {
+            state = answer.ok();
+        }
+        found && state["error"].is_object()
+    });
+    assert_eq!((&state["status"], &state["error"]["code"]), (&json!("in_progress"), &json!("model_failed")));
+    let refused = daemon.ctl(&["tenant", "remove", "acme"]);
+    assert_ne!(refused.code, Some(0), "two requests were lost");
+
+    let after = acme.http.post(&format!("{path}/cancel"), &json!({})).ok();
+    let ended = wait_for_end(&acme, &path, after);
+    assert_eq!(ended["status"], "cancelled", "{ended}");
+
+    daemon.site().configure(&yaml(folder.path()));
+    kill(&daemon);
+    daemon.wait_ready();
+    let events = whole(&acme, &waits);
+    assert_eq!(events.last().map(|e| e.data.as_str()), Some("[DONE]"), "{:?}", events.last());
+    assert_eq!(usage(&events)["completion_tokens"], 3000);
+    daemon.stop();
+}
+
+fn wait_for_end(tenant: &Tenant, path: &str, mut state: Value) -> Value {
+    wait::until("the request ends", Duration::from_secs(10), || {
+        let open = state["status"] == "in_progress" || state["status"] == "queued";
+        if open {
+            state = tenant.http.get(path).ok();
+        }
+        !open
+    });
+    state
+}
