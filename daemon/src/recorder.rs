@@ -315,6 +315,7 @@ impl Work {
             // Nobody waits for an answer whose receiver is gone.
             Told::Claim { tenant, idempotency, answer } => {
                 let claim = self.claim(tenant, idempotency);
+                fail_point!("before-claim-is-told");
                 if answer.send(claim).is_err() && claim == Claim::New {
                     self.claims.remove(&(tenant, idempotency.key));
                 }
@@ -324,12 +325,14 @@ impl Work {
                 if let Err(error) = self.writer.db().count_replay(&[request]) {
                     warn!(%request, %error, "it is not on disk that this request is being admitted again");
                 }
+                fail_point!("before-readmission");
                 _ = answer.send(());
             }
             Told::Replayed(request) => {
                 if let Err(error) = self.writer.db().clear_replays(&[request]) {
                     warn!(%request, %error, "it is not on disk that this request was admitted again");
                 }
+                fail_point!("after-readmission");
                 drop(self.hub.send(Message::Readmitted(request)).await);
             }
             Told::Forget(tenant) => {
@@ -391,6 +394,7 @@ impl Work {
             warn!(%request, %error, "a request cannot be read from the journal");
             None
         });
+        fail_point!("before-lookup-is-told");
         drop(self.hub.send(Message::Found(lookup, found.map(Box::new))).await);
     }
 

@@ -6,6 +6,7 @@ use crate::fold::{self, Which};
 use crate::journal::{Commit, Record, Step, rows};
 use crate::saved::{Idempotency, unseal};
 use crate::{Admission, DbError, Entry, Finish, JournalDb, SavedError};
+use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use rusqlite::{OptionalExtension, Row, params};
 use std::collections::HashMap;
@@ -184,6 +185,9 @@ impl JournalDb {
             for request in requests {
                 change.execute("UPDATE requests SET replays = replays + 1 WHERE id = ?1", [request.0])?;
             }
+            fail_point!("journal-count-replay", |_| Err(DbError::DiskFull {
+                path: change.path().to_path_buf()
+            }));
             Ok(())
         })?;
         self.committed(Commit::Synced);
@@ -200,6 +204,9 @@ impl JournalDb {
             for request in requests {
                 change.execute("UPDATE requests SET replays = 0 WHERE id = ?1", [request.0])?;
             }
+            fail_point!("journal-clear-replays", |_| Err(DbError::DiskFull {
+                path: change.path().to_path_buf()
+            }));
             Ok(())
         })?;
         self.committed(at);
@@ -225,6 +232,7 @@ impl JournalDb {
             open.map(|choice| Entry::Finish { choice, reason: Finish::Failed }).collect();
         entries.push(Entry::End { cached_tokens: 0 });
         let step = Step { entries: entries.iter().map(|entry| (request, *entry)).collect() };
+        fail_point!("journal-set-aside", |_| Err(DbError::DiskFull { path: self.path.clone() }));
         self.append_at(Commit::Synced, &[Record::Step(step)], now_unix)?;
         Ok(entries)
     }
