@@ -6,7 +6,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 # cargo-nextest where it is installed, else cargo's own runner. Tests that start a daemon use every core: one at a time.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 # Tests run with fail points: places at which they end a process.
-POINTS := --features pagedd/failpoints,pagedd-worker/failpoints
+POINTS := --features pagedd/failpoints,pagedd-worker/failpoints,pagedd-gateway/failpoints
 ARGS ?=
 KEEP ?=
 

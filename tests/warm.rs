@@ -1,12 +1,19 @@
 //! The daemon dies, and its KV blocks outlive it: what the next one finds of them, and what it does not believe.
 
+mod tiny;
+
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
+use std::sync::Barrier;
+use std::thread;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
+use pagedd_tests::asks::{Ask, Outcome};
 use pagedd_tests::daemon::{Daemon, Site, Tenant, smollm2_yaml};
+use pagedd_tests::exchange::Exchange;
 use pagedd_tests::process::{Process, kill_descendant, send};
+use pagedd_tests::random::Random;
 use pagedd_tests::wait;
 use serde_json::{Value, json};
 
@@ -153,6 +160,87 @@ fn a_ledger_record_that_is_torn_stale_or_foreign_is_never_served_and_the_text_is
     kill_daemon(&mut daemon, &acme);
     assert_eq!(complete(&acme, 1), (text, FULL));
     daemon.stop();
+}
+
+/// Requests that run when the daemon is killed.
+const TOGETHER: usize = 64;
+
+/// Requests that share nothing: their prompts differ from the first token on.
+fn asks() -> Vec<Ask> {
+    let mut random = Random::new(64);
+    let ask = |number: usize| {
+        let mut ask = Ask::plain(tiny::MIX, &mut random, 1, 400);
+        let prompt = (0..100).map(|i| 100 + (number + i * (7 + number)) % 150);
+        ask.body["prompt"] = json!(std::iter::once(3 + number).chain(prompt).collect::<Vec<_>>());
+        ask
+    };
+    (0..TOGETHER).map(ask).collect()
+}
+
+/// Runs all of them at once; `beside` runs once each is well under way.
+fn all(tenant: &Tenant, asks: &[Ask], beside: impl FnOnce()) -> Vec<Outcome> {
+    let barrier = Barrier::new(asks.len() + 1);
+    thread::scope(|scope| {
+        let run = |(number, ask)| {
+            let barrier = &barrier;
+            scope.spawn(move || {
+                let mut exchange = Exchange::new(&tenant.http, ask, format!("warm-{number}"));
+                while exchange.last() < 40 {
+                    exchange.advance().unwrap_or_else(|e| panic!("{e}: {}", exchange.so_far()));
+                }
+                barrier.wait();
+                exchange.finish().cloned().unwrap_or_else(|e| panic!("{e}: {}", exchange.so_far()))
+            })
+        };
+        let running: Vec<_> = asks.iter().enumerate().map(run).collect();
+        barrier.wait();
+        beside();
+        running.into_iter().map(|one| one.join().expect("a request")).collect()
+    })
+}
+
+#[test]
+fn of_64_requests_a_daemon_with_warm_arenas_computes_a_block_each_again_at_most_and_one_without_computes_all()
+{
+    let folder = tempfile::tempdir().expect("a folder for the model");
+    let small = tiny::yaml(folder.path());
+    let yaml = small.replace("kv_memory: 24576 tokens", "kv_memory: 40960 tokens");
+    assert_ne!(yaml, small);
+    let asks = asks();
+    let undisturbed = {
+        let daemon = Site::new(&yaml).start();
+        all(&daemon.add_tenant_of(tiny::MIX.model, "acme", "0%", "100%"), &asks, || ())
+    };
+    let most = TOGETHER as u64 * BLOCK;
+    for warm in [true, false] {
+        let mut daemon = Site::new(&yaml).start();
+        let acme = daemon.add_tenant_of(tiny::MIX.model, "acme", "0%", "100%");
+        let outcomes = all(&acme, &asks, || {
+            assert_eq!(daemon.model()["running"], TOGETHER as u64, "all of them run");
+            if !warm {
+                // The next daemon finds no ledger, and makes both anew.
+                ledger(&daemon).write_all_at(&[0; HEADER], 0).expect("write the ledger");
+            }
+            kill_daemon(&mut daemon, &acme);
+        });
+        assert!(outcomes == undisturbed, "another text: warm {warm}");
+        let (again, adopted) = (
+            metric(&daemon, "pagedd_recomputed_tokens_total"),
+            metric(&daemon, "pagedd_adopted_blocks_total"),
+        );
+        println!("arenas kept: {warm}; {adopted} blocks adopted, {again} tokens computed again");
+        if warm {
+            assert!(again <= most as f64, "{again} tokens of {TOGETHER} requests, a block each is {most}");
+            assert!(adopted >= (TOGETHER as u64 * 100 / BLOCK) as f64, "{adopted} blocks");
+        } else {
+            assert!(adopted == 0.0, "{adopted} blocks");
+            // What each had of its prompt and answer when it was killed, at least.
+            assert!(again >= (TOGETHER * 140) as f64, "{again} tokens");
+        }
+        daemon.wait_idle();
+        assert_eq!(daemon.model()["blocks_held"], 0);
+        daemon.stop();
+    }
 }
 
 /// The ledger, which the keeper holds.

@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use fail::fail_point;
 use pagedd_core::{Blocks, StepCost, Tokens};
 use pagedd_host::Pidfd;
 use pagedd_host::fdstore::{FdStore, StoreError};
@@ -67,6 +68,7 @@ impl Arenas {
 
     /// Ends the last worker of an earlier daemon. Where it is not proven gone, its KV arena is not used again.
     pub fn settle(&mut self) {
+        fail_point!("before-worker-is-gone");
         let writer = self.writer.take().map(Pidfd::from);
         let gone = writer.as_ref().map_or_else(|| Err("no worker is known".to_owned()), prove_gone);
         match gone {
@@ -109,6 +111,7 @@ impl Arenas {
         if let Err(error) = self.store.store(&name(kind, &self.model), fd.as_fd()) {
             warn!(model = self.model, %error, ?arena, "an arena will not outlive the daemon");
         }
+        fail_point!("arena-kept");
         *place = Some(fd);
     }
 
@@ -131,6 +134,7 @@ impl Arenas {
     /// # Errors
     /// The system gave no memory for one.
     pub fn ledger(&mut self, info: &ModelInfo, cache_key: [u8; 32]) -> io::Result<Ledger<SharedMemory>> {
+        fail_point!("ledger-open", |_| Err(io::ErrorKind::OutOfMemory.into()));
         let kv = self.kv.as_ref().ok_or(io::ErrorKind::NotFound)?;
         let expected = LedgerHeader {
             block_size: Tokens(info.block_size),
@@ -154,6 +158,7 @@ impl Arenas {
         if let Err(error) = self.store.store(&name(LEDGER, &self.model), memory.as_fd()) {
             warn!(model = self.model, %error, "the ledger will not outlive the daemon");
         }
+        fail_point!("before-ledger-is-made");
         // The memory held no ledger before: any generation differs.
         Ledger::format(memory, &expected, 1).map_err(|(error, _)| io::Error::other(error))
     }

@@ -14,7 +14,13 @@ pub fn plan(plan: &StepPlan) -> wire::Plan {
         begin: plan
             .begin
             .iter()
-            .map(|b| wire::Begin { seq: b.seq.0, choice: b.choice, sampling: b.sampling.into() })
+            .map(|b| wire::Begin {
+                seq: b.seq.0,
+                choice: b.choice,
+                sampling: b.sampling.into(),
+                prompt: b.prompt.0,
+                tokens: b.tokens.iter().map(|token| token.0).collect(),
+            })
             .collect(),
         copies: plan
             .copies
@@ -55,6 +61,7 @@ pub fn sequence(snapshot: &SequenceSnapshot) -> wire::SequenceState {
         choice: snapshot.choice,
         sampling: snapshot.sampling.into(),
         tokens: snapshot.tokens.iter().map(|token| token.0).collect(),
+        prompt: snapshot.prompt.0,
         blocks: blocks(&snapshot.blocks),
     }
 }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use fail::fail_point;
 use pagedd_core::{RequestId, SamplingParams, TenantId};
 use pagedd_engine::{Command, InboxFull, Submission};
 use pagedd_host::{Identity, Pidfd};
@@ -171,6 +172,7 @@ impl GatewayTask {
                 }
             };
             fence(&self.name, pidfd).await;
+            fail_point!("gateway-fenced");
             match ended {
                 Ended::Us => return,
                 Ended::Gateway(reason) => {
@@ -192,7 +194,9 @@ impl GatewayTask {
             listener: self.listener.try_clone().map_err(failed)?,
             socket: theirs,
         };
+        fail_point!("gateway-fork", |_| Err(ForkError("fail point gateway-fork".to_owned())));
         let forked = self.model.template.fork(fork).await?;
+        fail_point!("gateway-forked", |_| Err(ForkError("fail point gateway-forked".to_owned())));
         let Forked { pid, pidfd, broken } = forked;
         info!(tenant = self.name, pid, "gateway runs");
         let runs = match &broken {
@@ -218,6 +222,7 @@ impl GatewayTask {
             ended = self.serve(connection, reader, &outbox) => ended,
             _ = &mut cut => Ended::Gateway("it does not read its answers".to_owned()),
         };
+        fail_point!("gateway-down");
         drop(self.hub.send(Message::Down(connection)).await);
         drop(outbox);
         // What is in the outbox (a last `Shutdown`, say) is written as long as the gateway reads.
@@ -355,7 +360,10 @@ impl GatewayTask {
                 Err(_) => return Err(Refusal::Closed(Closed::Draining)),
             }
         }
-        self.put(connection, ticket, request, idempotency.zip(held)).map(|()| None)
+        fail_point!("before-submit");
+        let put = self.put(connection, ticket, request, idempotency.zip(held)).map(|()| None);
+        fail_point!("after-submit");
+        put
     }
 
     /// To be tried again soon.
@@ -522,6 +530,9 @@ fn check(request: &Request, info: &ModelInfo) -> Result<(), Refusal> {
     }
     if sampling.top_k == Some(0) {
         return invalid("top_k", "top_k is 0, it must be at least 1".to_owned());
+    }
+    if !SamplingParams::from(sampling).penalties.is_valid() {
+        return invalid("repetition_penalty", "a penalty is outside of its range".to_owned());
     }
     Ok(())
 }

@@ -391,6 +391,7 @@ impl Hub {
 
     /// What was asked of a request before its engine had it.
     fn readmitted(&mut self, request: RequestId) {
+        fail_point!("readmitted");
         let Some(log) = self.logs.get_mut(&request) else { return };
         let (model, stops) = (log.model, log.awaits.take().unwrap_or_default());
         if log.cancel_waits {
@@ -518,6 +519,7 @@ impl Hub {
             n: *n,
             entries: log.entries.len() as u64,
         };
+        fail_point!("before-attached");
         self.send(connection, attached);
         self.mark(request);
     }
@@ -556,6 +558,7 @@ impl Hub {
 
     /// What the journal lacks after a time in which nothing could be written: all that is live, and what has its prompt still.
     fn snapshot(&self) -> Snapshot {
+        fail_point!("snapshot-is-taken");
         let mut logs: Vec<&Log> =
             self.logs.values().filter(|log| !log.admission.saved.prompt.is_empty()).collect();
         logs.sort_by_key(|log| log.number);
@@ -585,6 +588,7 @@ impl Hub {
             return;
         }
         let model = log.model;
+        fail_point!("before-cancel");
         self.tell_engine(model, request, command);
     }
 

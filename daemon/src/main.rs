@@ -19,7 +19,7 @@
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
 //! | [`arenas`] | what workers leave behind: arenas, the ledger of the KV arena, the last writer |
 //! | [`metrics`], [`status`] | what operators see |
-//! | [`convert`], [`settings`], [`backoff`], [`child`] | small parts |
+//! | [`convert`], [`settings`], [`backoff`], [`child`], `points` | small parts |
 
 mod admin;
 mod arenas;
@@ -31,6 +31,8 @@ mod gateway;
 mod hub;
 mod metrics;
 mod model;
+#[cfg(feature = "failpoints")]
+mod points;
 mod recorder;
 mod settings;
 mod start;

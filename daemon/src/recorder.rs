@@ -423,6 +423,7 @@ impl Work {
             // An answer that nobody waits for is dropped, and a claim with it.
             Told::Claim { tenant, idempotency, answer } => {
                 let claim = self.claim(tenant, idempotency);
+                fail_point!("before-claim-is-told");
                 drop(answer.send(claim));
             }
             Told::Replaying { requests, counted, proof } => {
@@ -431,6 +432,7 @@ impl Work {
                     requests
                 });
                 self.unproven.extend(live.iter().map(|request| (*request, proof.clone())));
+                fail_point!("before-readmission");
                 _ = counted.send(live);
             }
             Told::Replayed(request, placed) => {
@@ -439,6 +441,7 @@ impl Work {
                     self.proven.extend(self.unproven.remove(&request).map(|proof| (request, proof)));
                     self.clear_proven();
                 }
+                fail_point!("after-readmission");
                 drop(self.hub.send(Message::Readmitted(request)).await);
             }
             Told::Forget(tenant) => {
@@ -502,6 +505,7 @@ impl Work {
             warn!(%request, %error, "a request cannot be read from the journal");
             None
         });
+        fail_point!("before-lookup-is-told");
         drop(self.hub.send(Message::Found(lookup, found.map(Box::new))).await);
     }
 

@@ -156,7 +156,7 @@ fn load(cli: &Cli) -> Result<Config, Failure> {
 fn run(config: Config) -> Result<(), Failure> {
     start_log(&config);
     #[cfg(feature = "failpoints")]
-    let _points = fail::FailScenario::setup();
+    let _points = crate::points::set_up();
     // A daemon that has lost one of its threads would serve some and hang others; the next one goes on with everything.
     std::panic::set_hook(Box::new(|panic| {
         let place = panic.location().map(ToString::to_string);

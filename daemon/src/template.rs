@@ -151,6 +151,7 @@ impl Template {
             self.running = None;
         }
         thread::sleep(self.backoff.next(Instant::now()));
+        fail::fail_point!("template-spawn", |_| Err(ForkError("fail point template-spawn".to_owned())));
         let failed = |what: &str, e: &dyn std::fmt::Display| ForkError(format!("{what}: {e}"));
         let (ours, theirs) = UnixStream::pair().map_err(|e| failed("socket pair", &e))?;
         let child = OwnChild::from(

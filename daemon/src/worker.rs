@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fail::fail_point;
 use pagedd_core::{PlanId, StepCost};
 use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
 use pagedd_host::fdstore::FdStore;
@@ -226,6 +227,7 @@ impl WorkerProcess {
     /// One start, up to `Ready`.
     fn launch(&mut self) -> Result<ModelInfo, StartError> {
         self.fence().map_err(StartError::Final)?;
+        fail_point!("worker-spawn", |_| Err(StartError::Retry("fail point worker-spawn".to_owned())));
         let spec = &self.spec;
         let (ours, theirs) =
             UnixStream::pair().map_err(|e| StartError::Retry(format!("socket pair: {e}")))?;
@@ -251,6 +253,7 @@ impl WorkerProcess {
         ours.set_write_timeout(Some(STEP_DEADLINE)).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let running = self.running.insert(Running { child, channel });
+        fail_point!("worker-spawned", |_| Err(StartError::Retry("fail point worker-spawned".to_owned())));
         self.arenas.lend(running.child.as_fd()).map_err(|e| StartError::Retry(e.to_string()))?;
         let hello = Hello {
             measure: spec.hello.measure && self.info.is_none(),
@@ -261,6 +264,7 @@ impl WorkerProcess {
         };
         let fds: Vec<BorrowedFd<'_>> =
             [self.arenas.weights(), self.arenas.kv()].into_iter().flatten().collect();
+        fail_point!("worker-hello", |_| Err(StartError::Retry("fail point worker-hello".to_owned())));
         running.channel.send(&ToWorker::Hello(hello), &fds)?;
         loop {
             match running.channel.recv_timeout(LOAD_SILENCE)? {
@@ -284,6 +288,9 @@ impl WorkerProcess {
                     }
                 }
                 FromWorker::Ready(info) => {
+                    fail_point!("worker-ready", |_| Err(StartError::Retry(
+                        "fail point worker-ready".to_owned()
+                    )));
                     let mut info = *info;
                     if let Some(before) = &self.info {
                         if (before.digest, before.blocks, before.block_bytes)
@@ -363,6 +370,7 @@ impl Worker for WorkerProcess {
         let us = self.info.as_ref().map_or(0.0, |info| plan.predicted_us(&info.cost.into()));
         let predicted = Duration::from_micros(us as u64);
         self.submitted = Some(Submitted { plan: plan.id, at: Instant::now(), predicted });
+        fail_point!("before-plan", |_| Err(WorkerLost { reason: "fail point before-plan".to_owned() }));
         self.channel()?.send(&ToWorker::Plan(convert::plan(plan)), &[]).map_err(|e| lost(&e))
     }
 
@@ -370,6 +378,7 @@ impl Worker for WorkerProcess {
         let Some(Submitted { plan, at, predicted }) = self.submitted.take() else {
             return Err(WorkerLost { reason: "no plan is out".to_owned() });
         };
+        fail_point!("before-output", |_| Err(WorkerLost { reason: "fail point before-output".to_owned() }));
         let deadline = deadline(predicted, self.slowest_step);
         match self.channel()?.recv_timeout(deadline).map_err(|e| lost(&e))? {
             FromWorker::Output(output) if output.plan == plan.0 => {
@@ -389,13 +398,16 @@ impl Worker for WorkerProcess {
     }
 
     fn recover(&mut self, sequences: Vec<SequenceSnapshot>) -> Result<(), WorkersExhausted> {
+        fail_point!("before-recovery");
         let states: Vec<_> = sequences.iter().map(convert::sequence).collect();
         loop {
             self.bring_up()?;
+            fail_point!("before-resync");
             let told = self.channel().and_then(|channel| {
                 channel.send(&ToWorker::Resync(states.clone()), &[]).map_err(|e| lost(&e))
             });
             let Err(lost) = told else {
+                fail_point!("after-resync");
                 self.failed_launches = 0;
                 return Ok(());
             };

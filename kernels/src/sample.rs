@@ -6,7 +6,7 @@
 
 use std::cmp::Ordering;
 
-use pagedd_core::{SamplingParams, TokenId};
+use pagedd_core::{Penalties, SamplingParams, TokenId};
 
 use crate::cpu::exp::exp;
 use crate::cpu::isa::Isa;
@@ -89,6 +89,31 @@ pub fn draw(
     let weights = kept.iter().map(|&id| (id, weigh.of(logits[id as usize])));
     let mass: f64 = weights.clone().map(|(_, weight)| f64::from(weight)).sum();
     Ok(pick(weights, 0.0, u * mass).0.unwrap_or(best))
+}
+
+/// Makes tokens that were there before less likely, in place. A token outside the vocabulary is left out.
+///
+/// A function of the tokens: how often it is called, and what with before, changes nothing. Repetition comes first, then frequency and presence,
+/// as everywhere.
+pub fn penalise(logits: &mut [f32], penalties: &Penalties, prompt: &[u32], output: &[u32]) {
+    const DONE: u32 = 1 << 31;
+    let mut counts = vec![0_u32; logits.len()];
+    for &token in output {
+        if let Some(count) = counts.get_mut(token as usize) {
+            *count += 1;
+        }
+    }
+    for &token in output.iter().chain(prompt) {
+        let Some(count) = counts.get_mut(token as usize).filter(|count| **count & DONE == 0) else {
+            continue;
+        };
+        let logit = &mut logits[token as usize];
+        *logit = if *logit > 0.0 { *logit / penalties.repetition } else { *logit * penalties.repetition };
+        if *count > 0 {
+            *logit -= penalties.frequency * *count as f32 + penalties.presence;
+        }
+        *count |= DONE;
+    }
 }
 
 /// From a logit to its share of the probability, the best token's being 1.

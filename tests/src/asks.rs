@@ -108,6 +108,14 @@ impl Ask {
         self
     }
 
+    /// Nobody waits for the answer: its state is asked for until it is there.
+    #[must_use]
+    pub fn background(self) -> Self {
+        let mut ask = self.whole();
+        ask.body["background"] = json!(true);
+        ask
+    }
+
     /// The same, ended by what the first choice says after two thirds of its answer.
     #[must_use]
     pub fn stopped(mut self, answer: &Outcome) -> Self {

@@ -3,8 +3,9 @@
 //! **Owns** a temporary directory and the processes started in it. Dropping it ends them, and prints the end of the log where
 //! the test failed. **Never** builds anything: the binaries lie beside the test's own, as `make build-dev` put them there.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, Permissions};
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::thread;
@@ -77,15 +78,17 @@ pub struct Site {
     programs: Option<PathBuf>,
     /// Size of the state directory's file system, where it has one of its own.
     disk: Option<&'static str>,
-    /// Points at which the daemon or its worker ends.
+    /// Points at which the daemon or a process of its own ends.
     points: Option<String>,
+    /// There is a file that says which points are on in which daemon.
+    by_start: bool,
 }
 
 impl Site {
     /// A fresh place with this configuration.
     pub fn new(yaml: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
-        let site = Self { folder, programs: None, disk: None, points: None };
+        let site = Self { folder, programs: None, disk: None, points: None, by_start: false };
         site.configure(yaml);
         site
     }
@@ -102,11 +105,35 @@ impl Site {
         self
     }
 
-    /// Has the daemon or its worker end at fail points, as `fail` writes them. Programs must be built with them: `make build-dev`.
+    /// Has the daemon or its children end at fail points, as `fail` writes them. Programs must be built with them: `make build-dev`.
     #[must_use]
     pub fn with_points(mut self, points: String) -> Self {
         self.points = Some(points);
         self
+    }
+
+    /// Has line `n` of fail points on in the `n`th daemon that starts here, and no other daemon.
+    #[must_use]
+    pub fn with_points_by_start(mut self, lines: &[&str]) -> Self {
+        fs::write(self.file("points"), lines.join("\n")).expect("write the fail points");
+        self.by_start = true;
+        self
+    }
+
+    /// Daemons that have started here, where fail points go by that.
+    pub fn starts(&self) -> usize {
+        fs::read(self.file("points.starts")).map_or(0, |starts| starts.len())
+    }
+
+    /// The path of a mark that a child leaves, whatever its user, when it ends at a fail point.
+    pub fn mark(&self, name: &str) -> PathBuf {
+        let marks = self.file("marks");
+        if !marks.exists() {
+            fs::create_dir(&marks).expect("a folder for marks");
+            fs::set_permissions(&marks, Permissions::from_mode(0o777)).expect("everybody may write in it");
+            fs::set_permissions(self.folder.path(), Permissions::from_mode(0o711)).expect("and go there");
+        }
+        marks.join(name)
     }
 
     /// Has the state directory on a file system of this size, which the daemon's processes alone see. The admin socket lies
@@ -186,6 +213,9 @@ impl Site {
         command.env_clear().env("PATH", "/usr/bin:/bin").env("RUST_BACKTRACE", "1").stdin(Stdio::null());
         if let Some(points) = &self.points {
             command.env("FAILPOINTS", points);
+        }
+        if self.by_start {
+            command.env("FAILPOINTS_BY_START", self.file("points"));
         }
         command
     }

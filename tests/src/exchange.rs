@@ -68,6 +68,11 @@ impl<'a> Exchange<'a> {
         Self { id: self.id.clone(), form, ..Self::new(self.http, self.ask, self.key.clone()) }
     }
 
+    /// The id that the server gave it.
+    pub fn id(&self) -> Option<&str> {
+        self.id.as_deref()
+    }
+
     /// Id of the last event that came; 0 before the first.
     pub fn last(&self) -> u64 {
         self.last
@@ -144,7 +149,8 @@ impl<'a> Exchange<'a> {
             return self.wait("the connection ended inside of the body");
         }
         let said = answer.json();
-        if answer.status != 200 {
+        // 202: it runs in the background.
+        if ![200, 202].contains(&answer.status) {
             let code = said["error"]["code"].as_str().unwrap_or_default();
             if PASSING.contains(&code) {
                 return self.wait(code);

@@ -59,6 +59,7 @@ impl Process {
             resident_kib: field("VmRSS"),
             anonymous_kib: field("RssAnon"),
             shared_kib: field("RssShmem"),
+            swapped_kib: field("VmSwap"),
         }
     }
 
@@ -102,12 +103,14 @@ pub struct Memory {
     pub anonymous_kib: u64,
     /// Shared memory.
     pub shared_kib: u64,
+    /// What of it is in swap.
+    pub swapped_kib: u64,
 }
 
 impl Memory {
     /// What grows when something leaks.
     pub fn own_kib(&self) -> u64 {
-        self.anonymous_kib + self.shared_kib
+        self.anonymous_kib + self.shared_kib + self.swapped_kib
     }
 }
 

@@ -12,6 +12,6 @@ mod units;
 pub use cost::StepCost;
 pub use finish::FinishReason;
 pub use ids::{BlockId, ModelId, ParseRequestIdError, PlanId, RequestId, SequenceId, TenantId, TokenId};
-pub use sampling::SamplingParams;
+pub use sampling::{Penalties, SamplingParams};
 pub use tensor::TensorType;
 pub use units::{Blocks, Bytes, Tokens};

@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
+use fail::fail_point;
 use pagedd_core::{FinishReason, TenantId};
 use pagedd_sched::{AdmitError, Applied, Finished, Restored, Scheduler, StepOutput, StepPlan};
 use tracing::{error, warn};
@@ -122,7 +123,9 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             let now = self.now_us();
             match self.scheduler.schedule(now) {
                 Some(plan) => {
+                    fail_point!("before-blocks-are-cleared");
                     self.write_ledger();
+                    fail_point!("after-blocks-are-cleared");
                     self.step(plan)?;
                 }
                 None => {
@@ -150,7 +153,9 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         }
         self.stats.computed_tokens += u64::from(plan.input_tokens().0);
         let record = self.scheduler.apply(plan, output);
+        fail_point!("before-blocks-are-committed");
         self.write_ledger();
+        fail_point!("after-blocks-are-committed");
         self.stats.last_step_us = Some(self.now_us());
         self.journal.commit(record);
         self.observe(false);
@@ -171,6 +176,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                     // After the last death the plan is undone first: the next worker is not to know of it.
                     if deaths < most {
                         self.recover()?;
+                        fail_point!("before-replay");
                     }
                 }
             }
@@ -276,7 +282,12 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
 
     fn write_ledger(&mut self) {
         if let Some(ledger) = &mut self.ledger {
-            ledger.write(&self.scheduler.take_ledger_changes());
+            let changes = self.scheduler.take_ledger_changes();
+            fail_point!("blocks-are-half-written", changes.len() > 1, |_| {
+                ledger.write(&changes[..changes.len() / 2]);
+                std::process::abort();
+            });
+            ledger.write(&changes);
         }
     }
 

@@ -29,6 +29,7 @@ use crate::metrics::{Metrics, joined};
 use crate::openai::ApiError;
 use crate::openai::error::json;
 use crate::openai::request::{Form, Kind};
+use crate::point::point;
 use crate::prepare::{Preparation, Prepared};
 use crate::stream::{Delivery, Progress};
 use crate::text::Text;
@@ -388,6 +389,7 @@ async fn answer_of(delivery: Delivery, id: RequestId) -> Result<Response<Body>, 
         Form::Stream { .. } => Ok(event_stream(delivery.stream())),
         Form::Whole => Ok(json_answer(StatusCode::OK, delivery.whole().await?)),
         Form::Background => {
+            point("gateway-background");
             let so_far = delivery.so_far().await?;
             let ended = so_far.status.is_final();
             let mut response = progress(so_far);

@@ -18,6 +18,7 @@ pub mod log;
 pub mod metrics;
 pub mod openai;
 pub mod outbox;
+mod point;
 pub mod prepare;
 pub mod render;
 pub mod serve;

@@ -18,6 +18,7 @@ use tracing::{debug, error, info};
 
 use crate::log::{Attached, Gap, Log, Mark};
 use crate::outbox::{Outbox, OutboxFull};
+use crate::point::point;
 
 /// Questions that may be open at once.
 const MAX_QUESTIONS: usize = 4096;
@@ -160,6 +161,7 @@ impl Link {
                 self.welcome.send_replace(Some(Arc::from(welcome)));
             }
             ToGateway::Accepted { ticket, request, repeated } => {
+                point("gateway-accepted");
                 self.accepted(ticket, RequestId(request), repeated);
             }
             ToGateway::Refused { ticket, refusal } => {
@@ -169,6 +171,7 @@ impl Link {
                 }
             }
             ToGateway::Attached { request, key, context, prompt_tokens, created, n, entries } => {
+                point("gateway-attached");
                 if let Some(log) = self.log(RequestId(request)) {
                     log.set_attached(Attached { key, context, prompt_tokens, created, n, entries });
                 }
@@ -179,6 +182,7 @@ impl Link {
                 }
             }
             ToGateway::Entries(deliveries) => {
+                point("gateway-entries");
                 for Delivery { request, from, entries } in deliveries {
                     let Some(log) = self.log(RequestId(request)) else { continue };
                     if let Err(Gap { from }) = log.append(from, entries) {
@@ -264,6 +268,7 @@ impl Link {
     ) -> Result<oneshot::Receiver<Result<Taken, Refusal>>, OutboxFull> {
         let (answer, receiver) = oneshot::channel();
         self.ask(ticket, Question::Submit(answer), frame)?;
+        point("gateway-submit");
         Ok(receiver)
     }
 
@@ -330,6 +335,7 @@ impl Link {
             && open.is_running()
         {
             open.cancelled = true;
+            point("gateway-cancel");
             self.tell(&ToDaemon::Cancel { request: request.0 });
         }
     }

@@ -51,6 +51,8 @@ fn main() -> ExitCode {
         eprintln!("pagedd-gateway: fd {SOCKET} is no socket: this program is started by pagedd, not by hand");
         return ExitCode::from(2);
     };
+    #[cfg(feature = "failpoints")]
+    let _points = fail::FailScenario::setup();
     match template::run(socket) {
         Ok(Outcome::Template | Outcome::Gateway) => ExitCode::SUCCESS,
         Err(error) => {

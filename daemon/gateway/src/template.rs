@@ -21,6 +21,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{error, info, warn};
 
 use crate::app::Settings;
+use crate::point::point;
 use crate::serve::Gateway;
 use crate::text::Text;
 
@@ -83,9 +84,11 @@ pub fn run(socket: UnixStream) -> Result<Outcome, TemplateError> {
         let listener = TcpListener::from(channel.take_fd()?);
         let socket = UnixStream::from(channel.take_fd()?);
         let cgroup = if cgroup { Some(channel.take_fd()?) } else { None };
+        point("template-fork");
         match fork(&tenant, identity, cgroup.as_ref(), &listener, &socket) {
             Ok(Forked::Parent(child)) => {
                 let pid = child.pid();
+                point("template-forked");
                 channel.send(&FromTemplate::Forked { ticket, pid }, &[child.as_fd()])?;
                 children.push(child);
             }
@@ -93,6 +96,7 @@ pub fn run(socket: UnixStream) -> Result<Outcome, TemplateError> {
                 drop(channel);
                 drop(children);
                 drop(cgroup);
+                point("gateway-begins");
                 become_gateway(&tenant, listener, socket, text);
                 return Ok(Outcome::Gateway);
             }

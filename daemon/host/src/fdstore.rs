@@ -10,6 +10,8 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use fail::fail_point;
+
 use crate::inherited;
 use crate::notify;
 
@@ -105,6 +107,10 @@ impl FdStore {
             self.send_remove(name)?;
             state.held.remove(name);
         }
+        fail_point!("fdstore-put", |_| Err(StoreError::Manager {
+            name: name.to_owned(),
+            source: io::ErrorKind::Other.into()
+        }));
         self.send(name, &format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0\n"), Some(fd))?;
         state.held.insert(name.to_owned());
         Ok(())
@@ -115,6 +121,10 @@ impl FdStore {
         check_name(name)?;
         let mut state = self.state();
         state.waiting.remove(name);
+        fail_point!("fdstore-remove", |_| Err(StoreError::Manager {
+            name: name.to_owned(),
+            source: io::ErrorKind::Other.into()
+        }));
         self.send_remove(name)?;
         state.held.remove(name);
         Ok(())

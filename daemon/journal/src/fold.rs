@@ -5,6 +5,7 @@
 use crate::journal::{Change, Commit, rows};
 use crate::saved::{Entry, StepEntry, unseal};
 use crate::{DbError, JournalDb, SavedError};
+use fail::fail_point;
 use pagedd_core::TenantId;
 use rusqlite::{Connection, params};
 use std::collections::HashMap;
@@ -131,7 +132,11 @@ impl JournalDb {
             return Ok(Folded::default());
         }
         let at = self.usual();
-        let moved = self.transact(at, |change| fold(change, Which::Oldest(most)))?;
+        let moved = self.transact(at, |change| {
+            let moved = fold(change, Which::Oldest(most))?;
+            fail_point!("journal-fold", |_| Err(DbError::DiskFull { path: change.path().to_path_buf() }));
+            Ok(moved)
+        })?;
         self.folded(at, moved);
         Ok(Folded { moved, left: self.unfolded() })
     }

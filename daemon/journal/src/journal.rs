@@ -9,6 +9,7 @@
 use crate::saved::{StepEntry, seal};
 use crate::schema::{self, JOURNAL_DB, Kind};
 use crate::{Admission, DbError, Entry};
+use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use rusqlite::config::DbConfig;
 use rusqlite::{Connection, Params, Row, params};
@@ -198,7 +199,9 @@ impl JournalDb {
                     }
                 }
             }
-            batched.write(change, now_unix)
+            batched.write(change, now_unix)?;
+            fail_point!("journal-append", |_| Err(DbError::DiskFull { path: change.path().to_path_buf() }));
+            Ok(())
         });
         self.live = live;
         done?;
@@ -229,7 +232,9 @@ impl JournalDb {
     /// Writes something, and waits until it and all before it is on disk: shows whether there is room again, too.
     pub(crate) fn touch(&mut self) -> Result<(), DbError> {
         self.transact(Commit::Synced, |change| {
-            change.execute("UPDATE meta SET value = value + 1 WHERE key = 'syncs'", []).map(drop)
+            change.execute("UPDATE meta SET value = value + 1 WHERE key = 'syncs'", [])?;
+            fail_point!("journal-sync", |_| Err(DbError::DiskFull { path: change.path().to_path_buf() }));
+            Ok(())
         })?;
         self.committed(Commit::Synced);
         Ok(())

@@ -6,6 +6,7 @@ use crate::fold::{self, Which};
 use crate::journal::{Commit, Record, Step, rows};
 use crate::saved::{Idempotency, unseal};
 use crate::{Admission, DbError, Entry, Finish, JournalDb, SavedError};
+use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use rusqlite::{OptionalExtension, Row, params};
 use std::collections::HashMap;
@@ -196,6 +197,9 @@ impl JournalDb {
                     counted.push(*request);
                 }
             }
+            fail_point!("journal-count-replay", |_| Err(DbError::DiskFull {
+                path: change.path().to_path_buf()
+            }));
             Ok(counted)
         })?;
         self.committed(Commit::Synced);
@@ -212,6 +216,9 @@ impl JournalDb {
             for request in requests {
                 change.execute("UPDATE requests SET replays = 0 WHERE id = ?1", [request.0])?;
             }
+            fail_point!("journal-clear-replays", |_| Err(DbError::DiskFull {
+                path: change.path().to_path_buf()
+            }));
             Ok(())
         })?;
         self.committed(at);
@@ -238,6 +245,7 @@ impl JournalDb {
         entries.push(Entry::End { cached_tokens: 0 });
         let entries_of = entries.iter().map(|entry| (request, *entry)).collect();
         let step = Step { entries: entries_of, ..Step::default() };
+        fail_point!("journal-set-aside", |_| Err(DbError::DiskFull { path: self.path.clone() }));
         self.append_at(Commit::Synced, &[Record::Step(step)], now_unix)?;
         Ok(entries)
     }

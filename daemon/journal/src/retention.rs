@@ -5,6 +5,7 @@
 use crate::fold::{Which, fold};
 use crate::journal::{Change, rows};
 use crate::{DbError, JournalDb};
+use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use rusqlite::params;
 use std::collections::btree_map::Entry;
@@ -156,11 +157,18 @@ impl JournalDb {
     }
 
     pub(crate) fn truncate_log(&mut self) -> Result<(), DbError> {
-        let busy: bool = self
-            .db
-            .query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |row| row.get(0))
-            .map_err(|error| DbError::sql(&self.path, error))?;
-        if busy { Err(DbError::Locked { path: self.path.clone() }) } else { Ok(()) }
+        fail_point!("journal-truncate-log", |_| Err(DbError::Locked { path: self.path.clone() }));
+        let checkpoint = |mode: &str| {
+            let read = |row: &rusqlite::Row<'_>| {
+                let (busy, pages, moved): (bool, i64, i64) = (row.get(0)?, row.get(1)?, row.get(2)?);
+                Ok(!busy && pages == moved)
+            };
+            let done = self.db.query_row(&format!("PRAGMA wal_checkpoint({mode})"), [], read);
+            done.map_err(|error| DbError::sql(&self.path, error))
+        };
+        // The first waits for nobody. Where a reader keeps something in the log, the second would, and in vain.
+        let drained = checkpoint("PASSIVE")? && checkpoint("TRUNCATE")?;
+        if drained { Ok(()) } else { Err(DbError::Locked { path: self.path.clone() }) }
     }
 
     /// A tenant's requests that ended at `over_at` or before, the oldest first.
@@ -192,6 +200,7 @@ impl JournalDb {
             for tenant in tenants {
                 moved += fold(change, Which::Of(*tenant))?;
             }
+            fail_point!("journal-delete", |_| Err(DbError::DiskFull { path: change.path().to_path_buf() }));
             Ok(moved)
         })?;
         self.folded(at, moved);

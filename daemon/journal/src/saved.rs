@@ -8,12 +8,13 @@
 //! has left its write-ahead log. Variants are only ever added at the end: their numbers are what is stored.
 
 use crate::SavedError;
-use pagedd_core::{FinishReason, RequestId, SamplingParams, TenantId};
-use serde::de::DeserializeOwned;
+use pagedd_core::{FinishReason, Penalties, RequestId, SamplingParams, TenantId};
 use serde::{Deserialize, Serialize};
 
+mod v1;
+
 /// What encodings are written in now.
-pub(crate) const VERSION: u8 = 1;
+pub(crate) const VERSION: u8 = 2;
 
 const CHECKSUM: usize = 8;
 
@@ -90,19 +91,40 @@ pub struct SavedSampling {
     pub seed: u64,
     /// How many top log-probabilities to report.
     pub logprobs: Option<u8>,
+    /// See [`Penalties`].
+    pub presence_penalty: f32,
+    /// See [`Penalties`].
+    pub frequency_penalty: f32,
+    /// See [`Penalties`].
+    pub repetition_penalty: f32,
 }
 
 impl From<SamplingParams> for SavedSampling {
     fn from(p: SamplingParams) -> Self {
-        let SamplingParams { temperature, top_p, top_k, seed, logprobs } = p;
-        Self { temperature, top_p, top_k, seed, logprobs }
+        let SamplingParams { temperature, top_p, top_k, seed, logprobs, penalties } = p;
+        let Penalties { presence, frequency, repetition } = penalties;
+        Self {
+            temperature,
+            top_p,
+            top_k,
+            seed,
+            logprobs,
+            presence_penalty: presence,
+            frequency_penalty: frequency,
+            repetition_penalty: repetition,
+        }
     }
 }
 
 impl From<SavedSampling> for SamplingParams {
     fn from(p: SavedSampling) -> Self {
-        let SavedSampling { temperature, top_p, top_k, seed, logprobs } = p;
-        Self { temperature, top_p, top_k, seed, logprobs }
+        let SavedSampling { temperature, top_p, top_k, seed, logprobs, .. } = p;
+        let penalties = Penalties {
+            presence: p.presence_penalty,
+            frequency: p.frequency_penalty,
+            repetition: p.repetition_penalty,
+        };
+        Self { temperature, top_p, top_k, seed, logprobs, penalties }
     }
 }
 
@@ -189,8 +211,37 @@ pub(crate) fn seal<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, postcard
     Ok(bytes)
 }
 
-/// Decodes what [`seal`] made.
-pub(crate) fn unseal<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, SavedError> {
+/// What was sealed, in whichever version.
+pub(crate) trait Saved: Sized {
+    /// Decodes what an encoding of this version, from 1 to [`VERSION`], holds.
+    fn decode(version: u8, payload: &[u8]) -> Result<Self, postcard::Error>;
+}
+
+impl Saved for SavedRequest {
+    fn decode(version: u8, payload: &[u8]) -> Result<Self, postcard::Error> {
+        match version {
+            1 => postcard::from_bytes::<v1::SavedRequest>(payload).map(Self::from),
+            _ => postcard::from_bytes(payload),
+        }
+    }
+}
+
+/// The same in all versions.
+impl Saved for Vec<Entry> {
+    fn decode(_: u8, payload: &[u8]) -> Result<Self, postcard::Error> {
+        postcard::from_bytes(payload)
+    }
+}
+
+/// The same in all versions.
+impl Saved for Vec<StepEntry> {
+    fn decode(_: u8, payload: &[u8]) -> Result<Self, postcard::Error> {
+        postcard::from_bytes(payload)
+    }
+}
+
+/// Decodes what [`seal`] made, now or in an earlier version.
+pub(crate) fn unseal<T: Saved>(bytes: &[u8]) -> Result<T, SavedError> {
     let Some((sealed, checksum)) = bytes.split_last_chunk::<CHECKSUM>() else {
         return Err(SavedError::Checksum);
     };
@@ -198,10 +249,10 @@ pub(crate) fn unseal<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, SavedError>
         return Err(SavedError::Checksum);
     }
     let (&version, payload) = sealed.split_first().ok_or(SavedError::Checksum)?;
-    if version != VERSION {
+    if !(1..=VERSION).contains(&version) {
         return Err(SavedError::Version { found: version, known: VERSION });
     }
-    postcard::from_bytes(payload).map_err(SavedError::Decode)
+    T::decode(version, payload).map_err(SavedError::Decode)
 }
 
 #[cfg(test)]

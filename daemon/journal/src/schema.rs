@@ -1,6 +1,7 @@
 //! Opening a database: its settings, its check, its migrations.
 
 use crate::DbError;
+use fail::fail_point;
 use rusqlite::Connection;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
@@ -211,6 +212,7 @@ fn migrate(db: &mut Connection, path: &Path, version: u32, kind: Kind) -> Result
     }
     transaction.pragma_update(None, "application_id", application_id).map_err(sql)?;
     transaction.pragma_update(None, "user_version", migrations.len() as u32).map_err(sql)?;
+    fail_point!("journal-migrate");
     transaction.commit().map_err(sql)
 }
 

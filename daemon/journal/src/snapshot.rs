@@ -7,6 +7,7 @@ use crate::fold::{Which, append_log, fold};
 use crate::journal::{Change, Commit, ENTRY_BYTES};
 use crate::retention::delete_row;
 use crate::{Admission, DbError, Entry, JournalDb};
+use fail::fail_point;
 use pagedd_core::RequestId;
 use rusqlite::params;
 
@@ -69,6 +70,7 @@ impl JournalDb {
                     params![seq, replays, finished, finished.map(|_| step), bytes, request.cached_tokens],
                 )?;
             }
+            fail_point!("journal-snapshot", |_| Err(DbError::DiskFull { path: change.path().to_path_buf() }));
             Ok(())
         })?;
         self.committed(Commit::Synced);

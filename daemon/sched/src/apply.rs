@@ -162,6 +162,7 @@ impl Scheduler {
                 choice: sequence.choice,
                 sampling: sequence.sampling,
                 tokens: sequence.tokens.clone(),
+                prompt: Tokens(sequence.prompt_len as u32),
                 blocks: progress
                     .table
                     .leases()

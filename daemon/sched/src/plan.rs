@@ -54,7 +54,7 @@ impl StepPlan {
 }
 
 /// A sequence enters.
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct Begin {
     /// Which.
     pub seq: SequenceId,
@@ -62,6 +62,10 @@ pub struct Begin {
     pub choice: u32,
     /// How its tokens are drawn.
     pub sampling: SamplingParams,
+    /// Tokens of its prompt. What follows is output, also in a sequence that was preempted or restored.
+    pub prompt: Tokens,
+    /// Where it has penalties, all tokens that are known so far; rows bring the others. Else none.
+    pub tokens: Vec<TokenId>,
 }
 
 /// Copy the first `tokens` positions of block `from` into block `to`.

@@ -150,6 +150,8 @@ pub struct SequenceSnapshot {
     pub sampling: SamplingParams,
     /// Prompt and applied output.
     pub tokens: Vec<TokenId>,
+    /// Tokens of the prompt.
+    pub prompt: Tokens,
     /// Its block table.
     pub blocks: Vec<BlockId>,
 }

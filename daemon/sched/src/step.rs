@@ -518,8 +518,7 @@ impl Scheduler {
             sequence.state = State::Running(progress);
             sequence.pending.push_back(step.plan.id);
             sequence.in_flight += 1;
-            sequence.begun = true;
-            step.plan.begin.push(Begin { seq: id, choice: sequence.choice, sampling: sequence.sampling });
+            step.plan.begin.push(begin_of(id, sequence));
             step.flight.forked.push(id);
             samples.push(id);
             if let Some(tenant) = self.tenants.get_mut(&sequence.tenant) {
@@ -536,7 +535,9 @@ impl Scheduler {
 
 fn begin_of(id: SequenceId, sequence: &mut Sequence) -> Begin {
     sequence.begun = true;
-    Begin { seq: id, choice: sequence.choice, sampling: sequence.sampling }
+    let Sequence { choice, sampling, prompt_len, .. } = *sequence;
+    let tokens = if sampling.penalties.is_none() { Vec::new() } else { sequence.tokens.clone() };
+    Begin { seq: id, choice, sampling, prompt: Tokens(prompt_len as u32), tokens }
 }
 
 fn input(sequence: &Sequence, id: SequenceId, position: usize) -> Input {

@@ -138,7 +138,8 @@ mod tests {
             on_leave in prop::sample::select(&[OnLeave::Cancel, OnLeave::RunOn, OnLeave::Background][..]),
             (ticket, id, repeated) in any::<(u64, [u8; 16], bool)>(),
         ) {
-            let sampling = Sampling { temperature: 0.5, top_p: 1.0, top_k: None, seed: ticket, logprobs: None };
+            let params = pagedd_core::SamplingParams { temperature: 0.5, seed: ticket, ..pagedd_core::SamplingParams::GREEDY };
+            let sampling = Sampling::from(params);
             let idempotency = digests.map(|(key, body)| Idempotency { key, body });
             let (stop_ids, context) = (vec![2], vec![1, 2, 3]);
             let request =

@@ -32,18 +32,39 @@ pub struct Sampling {
     pub seed: u64,
     /// How many top log-probabilities to report.
     pub logprobs: Option<u8>,
+    /// See [`pagedd_core::Penalties`].
+    pub presence_penalty: f32,
+    /// See [`pagedd_core::Penalties`].
+    pub frequency_penalty: f32,
+    /// See [`pagedd_core::Penalties`].
+    pub repetition_penalty: f32,
 }
 
 impl From<pagedd_core::SamplingParams> for Sampling {
     fn from(p: pagedd_core::SamplingParams) -> Self {
-        let pagedd_core::SamplingParams { temperature, top_p, top_k, seed, logprobs } = p;
-        Self { temperature, top_p, top_k, seed, logprobs }
+        let pagedd_core::SamplingParams { temperature, top_p, top_k, seed, logprobs, penalties } = p;
+        let pagedd_core::Penalties { presence, frequency, repetition } = penalties;
+        Self {
+            temperature,
+            top_p,
+            top_k,
+            seed,
+            logprobs,
+            presence_penalty: presence,
+            frequency_penalty: frequency,
+            repetition_penalty: repetition,
+        }
     }
 }
 
 impl From<Sampling> for pagedd_core::SamplingParams {
     fn from(p: Sampling) -> Self {
-        let Sampling { temperature, top_p, top_k, seed, logprobs } = p;
-        Self { temperature, top_p, top_k, seed, logprobs }
+        let Sampling { temperature, top_p, top_k, seed, logprobs, .. } = p;
+        let penalties = pagedd_core::Penalties {
+            presence: p.presence_penalty,
+            frequency: p.frequency_penalty,
+            repetition: p.repetition_penalty,
+        };
+        Self { temperature, top_p, top_k, seed, logprobs, penalties }
     }
 }

@@ -146,6 +146,8 @@ pub struct SequenceState {
     pub sampling: Sampling,
     /// All tokens so far, prompt and output.
     pub tokens: Vec<u32>,
+    /// How many of them are the prompt.
+    pub prompt: u32,
     /// Its block table.
     pub blocks: Vec<u32>,
 }
@@ -168,7 +170,7 @@ pub struct Plan {
 }
 
 /// A sequence enters.
-#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Begin {
     /// Its id.
     pub seq: u64,
@@ -176,6 +178,10 @@ pub struct Begin {
     pub choice: u32,
     /// How its tokens are drawn.
     pub sampling: Sampling,
+    /// Tokens of its prompt.
+    pub prompt: u32,
+    /// Where it has penalties, all tokens that are known so far, prompt and output; rows bring the others. Else none.
+    pub tokens: Vec<u32>,
 }
 
 /// Copy the first `tokens` positions of block `from`, all layers, into block `to`.

@@ -181,7 +181,7 @@ fn median(seconds: &mut [f64]) -> anyhow::Result<f64> {
 }
 
 fn begin(seq: u64) -> Begin {
-    Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into() }
+    Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into(), prompt: 0, tokens: vec![] }
 }
 
 /// Tokens `[start, start + count)` of a sequence that owns 32 blocks of its own.

@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use pagedd_core::BlockId;
+use pagedd_core::{BlockId, SamplingParams};
 use pagedd_wire::worker::{BlockCopy, Input, MOST_DRAFTS, Plan, Row, SequenceState};
 
 use crate::sequence::{Draw, Sequence, Sequences};
@@ -145,6 +145,16 @@ pub enum PlanError {
         /// Inputs of the row.
         inputs: usize,
     },
+    /// Of a sequence with penalties, tokens before its row are not known.
+    #[error("row of sequence {seq} begins at {start}, its first {known} tokens are known")]
+    Past {
+        /// Whose.
+        seq: u64,
+        /// The row's first position.
+        start: u32,
+        /// Tokens that are known.
+        known: usize,
+    },
     /// Parameters that no edge lets through.
     #[error("sampling parameters of sequence {seq} out of range")]
     Sampling {
@@ -229,6 +239,9 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
     for begin in &plan.begin {
         once(&mut begun, begin.seq, "begin")?;
         check_sampling(begin.seq, &begin.sampling)?;
+        if let Some(&token) = begin.tokens.iter().find(|&&token| token >= limits.vocab_size) {
+            return Err(PlanError::Token { seq: begin.seq, token, vocab: limits.vocab_size });
+        }
     }
     for copy in &plan.copies {
         check_copy(copy, limits)?;
@@ -248,6 +261,7 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
         };
         check_positions(row, base, limits, &mut written)?;
         check_drafts(row)?;
+        check_past(plan, row, sequences)?;
         for &seq in &row.samples {
             if !begun.contains(&seq) && sequences.get(seq).is_none() {
                 return Err(PlanError::UnknownSequence { seq });
@@ -283,7 +297,8 @@ fn check_sampling(seq: u64, s: &pagedd_wire::Sampling) -> Result<(), PlanError> 
         && s.temperature >= 0.0
         && s.top_p > 0.0
         && s.top_p <= 1.0
-        && s.top_k != Some(0);
+        && s.top_k != Some(0)
+        && SamplingParams::from(*s).penalties.is_valid();
     if sane { Ok(()) } else { Err(PlanError::Sampling { seq }) }
 }
 
@@ -337,6 +352,20 @@ fn check_positions(
         written.push((block, first, last));
     }
     Ok(())
+}
+
+/// Whether the tokens before a row are known, where penalties need them.
+fn check_past(plan: &Plan, row: &Row, sequences: &Sequences) -> Result<(), PlanError> {
+    let Row { seq, start, .. } = *row;
+    let begun = plan.begin.iter().find(|begin| begin.seq == seq);
+    let known = match begun {
+        Some(begin) => Sequence::from(begin).known(),
+        None => sequences.get(seq).and_then(Sequence::known),
+    };
+    match known {
+        Some(known) if known < start as usize => Err(PlanError::Past { seq, start, known }),
+        Some(_) | None => Ok(()),
+    }
 }
 
 fn check_drafts(row: &Row) -> Result<(), PlanError> {
@@ -407,13 +436,16 @@ fn lay_out(
     Ok(())
 }
 
-/// The sequence-side effect of a checked plan, before anything is computed.
-pub fn apply(plan: &Plan, sequences: &mut Sequences) {
+/// The sequence-side effect of a plan and its checked batch, before anything is computed.
+pub fn apply(plan: &Plan, batch: &Batch, sequences: &mut Sequences) {
     for begin in &plan.begin {
         sequences.begin(begin);
     }
     for row in &plan.rows {
         sequences.update_table(row.seq, row.table.from as usize, &row.table.blocks);
+    }
+    for row in &batch.rows {
+        sequences.read(row.seq, row.start as usize, &batch.tokens[row.tokens.clone()]);
     }
 }
 

@@ -156,8 +156,13 @@ fn plan(probe: Probe, limits: &Limits) -> Option<(Vec<Begin>, Vec<Row>)> {
             (0..FAR_ROWS).map(|seq| row(limits, seq, context, 1, true)).collect()
         }
     };
-    let begin =
-        rows.iter().map(|row| Begin { seq: row.seq, choice: 0, sampling: SamplingParams::GREEDY.into() });
+    let begin = rows.iter().map(|row| Begin {
+        seq: row.seq,
+        choice: 0,
+        sampling: SamplingParams::GREEDY.into(),
+        prompt: 0,
+        tokens: vec![],
+    });
     Some((begin.collect(), rows))
 }
 

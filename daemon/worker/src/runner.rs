@@ -223,7 +223,7 @@ impl ModelRunner {
         let start = Instant::now();
         self.sequences.forget_before(plan.id);
         let batch = batch::check(plan, &self.sequences, &self.limits)?;
-        batch::apply(plan, &mut self.sequences);
+        batch::apply(plan, &batch, &mut self.sequences);
         for copy in &plan.copies {
             let (from, to) = (BlockId(copy.from), BlockId(copy.to));
             copy_block(&self.layout, from, to, copy.tokens as usize, self.kv.data_mut())?;
@@ -312,6 +312,7 @@ impl ModelRunner {
                         let position = row.certain() + guess as u32;
                         Pending {
                             of: Request { seq, choice, position, params },
+                            row: row.seq,
                             logits: wanted.len() + guess,
                         }
                     }));
@@ -329,8 +330,9 @@ impl ModelRunner {
         let logits: Vec<&[f32]> = self.decoder.logits(rows).collect();
         let mut drawn: Vec<Option<Result<Sampled, String>>> = vec![None; pending.len()];
         self.decoder.pool().for_parts(&mut drawn, 1, &|index, drawn| {
-            let Pending { of, logits: row } = &pending[index];
-            drawn[0] = Some(sample(logits[*row], of));
+            let Pending { of, row, logits: place } = &pending[index];
+            let past = self.sequences.past(*row, of.position as usize);
+            drawn[0] = Some(sample(logits[*place], of, past));
         });
         drawn.into_iter().flatten().collect()
     }
@@ -340,6 +342,8 @@ impl ModelRunner {
 #[derive(Clone, Copy, Debug)]
 struct Pending {
     of: Request,
+    /// Whose tokens came before: those of the sequence that computed the row, which are its own up to there.
+    row: u64,
     /// Row of the logits.
     logits: usize,
 }

@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, HashMap};
 use pagedd_core::{BlockId, SamplingParams};
 use pagedd_wire::worker::{Begin, SequenceState};
 
+use crate::sample::Past;
+
 /// Plans whose drawn tokens are kept. The daemon has few in flight; a plan that is applied is no longer asked for.
 const RECENT_PLANS: u64 = 16;
 
@@ -20,13 +22,39 @@ pub struct Sequence {
     pub sampling: SamplingParams,
     /// Its blocks, in order.
     pub table: Vec<BlockId>,
+    /// Its tokens, where its penalties need them.
+    history: Option<History>,
     /// The plan that ended it. It is forgotten when a later plan comes, not before: a plan may run twice.
     ended: Option<u64>,
 }
 
+/// A sequence's tokens by position. Each plan says again what stands at its positions, so that one can run twice.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct History {
+    /// So many are the prompt.
+    prompt: usize,
+    tokens: Vec<u32>,
+}
+
+impl History {
+    fn of(sampling: &SamplingParams, prompt: u32, tokens: &[u32]) -> Option<Self> {
+        let needed = !sampling.penalties.is_none();
+        needed.then(|| Self { prompt: prompt as usize, tokens: tokens.to_vec() })
+    }
+}
+
 impl From<&Begin> for Sequence {
     fn from(begin: &Begin) -> Self {
-        Self { choice: begin.choice, sampling: begin.sampling.into(), table: Vec::new(), ended: None }
+        let sampling = begin.sampling.into();
+        let history = History::of(&sampling, begin.prompt, &begin.tokens);
+        Self { choice: begin.choice, sampling, table: Vec::new(), history, ended: None }
+    }
+}
+
+impl Sequence {
+    /// Tokens that are known of it; `None` where nobody needs them.
+    pub fn known(&self) -> Option<usize> {
+        self.history.as_ref().map(|history| history.tokens.len())
     }
 }
 
@@ -54,10 +82,12 @@ impl Sequences {
         self.live = states
             .into_iter()
             .map(|s| {
+                let sampling = s.sampling.into();
                 let sequence = Sequence {
                     choice: s.choice,
-                    sampling: s.sampling.into(),
+                    sampling,
                     table: s.blocks.into_iter().map(BlockId).collect(),
+                    history: History::of(&sampling, s.prompt, &s.tokens),
                     ended: None,
                 };
                 (s.seq, sequence)
@@ -94,6 +124,23 @@ impl Sequences {
         }
     }
 
+    /// `tokens` stand at positions `[start, ..)` of `seq`, and nothing behind them is known any more.
+    pub fn read(&mut self, seq: u64, start: usize, tokens: &[u32]) {
+        if let Some(history) = self.live.get_mut(&seq).and_then(|sequence| sequence.history.as_mut()) {
+            history.tokens.truncate(start);
+            history.tokens.extend_from_slice(tokens);
+        }
+    }
+
+    /// The tokens of `seq` before `position`; none where nobody needs them.
+    pub fn past(&self, seq: u64, position: usize) -> Past<'_> {
+        let history = self.live.get(&seq).and_then(|sequence| sequence.history.as_ref());
+        let Some(History { prompt, tokens }) = history else { return Past::default() };
+        let before = &tokens[..position.min(tokens.len())];
+        let (prompt, output) = before.split_at((*prompt).min(before.len()));
+        Past { prompt, output }
+    }
+
     /// `seq` drew in `plan`.
     pub fn record(&mut self, plan: u64, seq: u64, draw: Draw) {
         self.drawn.entry(plan).or_default().insert(seq, draw);
@@ -112,7 +159,7 @@ mod tests {
     use super::*;
 
     fn begin(seq: u64) -> Begin {
-        Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into() }
+        Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into(), prompt: 0, tokens: vec![] }
     }
 
     #[test]
@@ -146,6 +193,35 @@ mod tests {
         assert_eq!(all.drawn(99, 5), Some(Draw::Token(99)));
         assert_eq!(all.drawn(99, 6), None);
         assert!(all.drawn.len() as u64 <= RECENT_PLANS + 1);
+    }
+
+    #[test]
+    fn what_was_generated_is_output_whatever_was_computed_again() {
+        let mut sampling = SamplingParams::GREEDY;
+        let mut all = Sequences::default();
+        all.begin(&Begin { seq: 1, choice: 0, sampling: sampling.into(), prompt: 2, tokens: vec![] });
+        all.read(1, 0, &[5, 6]);
+        assert_eq!(all.past(1, 2), Past::default(), "without penalties nothing is kept");
+        sampling.penalties.frequency = 0.5;
+        let begin = Begin { seq: 1, choice: 0, sampling: sampling.into(), prompt: 2, tokens: vec![5, 6, 7] };
+        all.begin(&begin);
+        for _ in 0..2 {
+            // Guesses, of which the first is right.
+            all.read(1, 2, &[7, 8, 9]);
+            assert_eq!(all.past(1, 3), Past { prompt: &[5, 6], output: &[7] });
+            assert_eq!(all.past(1, 5), Past { prompt: &[5, 6], output: &[7, 8, 9] });
+            all.read(1, 4, &[3]);
+            assert_eq!(all.past(1, 5), Past { prompt: &[5, 6], output: &[7, 8, 3] });
+        }
+        all.resync(vec![SequenceState {
+            seq: 1,
+            choice: 0,
+            sampling: sampling.into(),
+            tokens: vec![5, 6, 7, 8],
+            prompt: 2,
+            blocks: vec![],
+        }]);
+        assert_eq!(all.past(1, 4), Past { prompt: &[5, 6], output: &[7, 8] });
     }
 
     #[test]

@@ -89,11 +89,16 @@ fn converse(channel: &mut Channel) -> Result<(), ServeError> {
         match channel.recv()? {
             ToWorker::Plan(plan) => {
                 plan_point(&plan);
+                point("worker-plan");
                 let output = guarded("running a plan", || runner.run(&plan))?
                     .map_err(|error| ServeError::Plan { plan: plan.id, error })?;
+                point("worker-output");
                 channel.send(&FromWorker::Output(output), &[])?;
             }
-            ToWorker::Resync(states) => runner.resync(states).map_err(ServeError::Resync)?,
+            ToWorker::Resync(states) => {
+                point("worker-resync");
+                runner.resync(states).map_err(ServeError::Resync)?;
+            }
             ToWorker::Shutdown => return Ok(()),
             ToWorker::Hello(_) => return Err(ServeError::Protocol("a second hello".to_owned())),
         }
@@ -108,6 +113,7 @@ fn start(channel: &mut Channel, hello: &Hello) -> Result<ModelRunner, ServeError
         return Err(ServeError::Protocol(text));
     }
     let fds = Fds { weights: take_fd(channel, hello.weights_fd)?, kv: take_fd(channel, hello.kv_fd)? };
+    point("worker-load");
     let mut told = None;
     let mut gone = None;
     let loaded = guarded("loading the model", || {
@@ -124,6 +130,7 @@ fn start(channel: &mut Channel, hello: &Hello) -> Result<ModelRunner, ServeError
         return Err(error.into());
     }
     let mut runner = loaded?;
+    point("worker-mapped");
     for (arena, reused) in
         [(Arena::Weights, runner.info().weights_reused), (Arena::Kv, runner.info().kv_reused)]
     {
@@ -133,6 +140,7 @@ fn start(channel: &mut Channel, hello: &Hello) -> Result<ModelRunner, ServeError
             channel.send(&FromWorker::Arena { arena, bytes }, &[memory.as_fd()])?;
         }
     }
+    point("worker-arenas-sent");
     runner.set_load_time(begin.elapsed());
     let info = runner.info().clone();
     tracing::info!(
@@ -157,6 +165,17 @@ fn take_fd(channel: &mut Channel, announced: bool) -> Result<Option<OwnedFd>, Ch
 /// panicked is never used again, as the worker ends.
 fn guarded<T>(what: &'static str, run: impl FnOnce() -> T) -> Result<T, ServeError> {
     catch_unwind(AssertUnwindSafe(run)).map_err(|_| ServeError::Panic(what))
+}
+
+/// In test builds the fail point `name` ends the worker, unless an earlier one has left its mark at the path that it returns.
+fn point(name: &str) {
+    fail::fail_point!(name, |mark: Option<String>| {
+        if mark.is_some_and(|mark| std::fs::File::create_new(mark).is_ok()) {
+            std::process::abort();
+        }
+    });
+    // Without fail points it has no use.
+    let _ = name;
 }
 
 /// In test builds the fail point `plan` ends the worker at a plan that computes the token that it returns.

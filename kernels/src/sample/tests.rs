@@ -57,7 +57,14 @@ fn draws_are_those_of_the_plain_definition() {
         {
             for top_p in [1.0, 0.999_999, 0.95, 0.5, 1e-4] {
                 for temperature in [0.0, 0.7, 1.0, 3.0] {
-                    let params = SamplingParams { temperature, top_p, top_k, seed: 77, logprobs: None };
+                    let params = SamplingParams {
+                        temperature,
+                        top_p,
+                        top_k,
+                        seed: 77,
+                        logprobs: None,
+                        penalties: Penalties::NONE,
+                    };
                     let (choice, position) = (index as u32, count as u32);
                     let got = draw(&logits, &params, choice, position).unwrap();
                     assert_eq!(
@@ -105,4 +112,35 @@ fn the_best_few_are_the_first_of_a_full_sort_on_every_set() {
             assert_eq!(masses[0], masses[1], "{isa}");
         }
     }
+}
+
+#[test]
+fn penalties_count_the_output_and_repetition_the_prompt_too() {
+    let before = [4.0, -2.0, 3.0, 1.0, 0.5];
+    let mut logits = before;
+    let penalties = Penalties { presence: 0.5, frequency: 0.25, repetition: 2.0 };
+    penalise(&mut logits, &penalties, &[2, 2, 1], &[0, 1, 0, 0, 99]);
+    // Token 0 came three times, 1 once and in the prompt, 2 in the prompt, the others never; 99 is no token.
+    assert_eq!(logits, [4.0 / 2.0 - 3.0 * 0.25 - 0.5, -2.0 * 2.0 - 0.25 - 0.5, 3.0 / 2.0, 1.0, 0.5]);
+
+    let mut logits = before;
+    penalise(&mut logits, &Penalties { presence: -1.0, ..Penalties::NONE }, &[2], &[3, 3]);
+    assert_eq!(logits, [4.0, -2.0, 3.0, 2.0, 0.5], "a negative one makes it more likely");
+    let mut logits = before;
+    penalise(&mut logits, &Penalties::NONE, &[0, 1], &[2, 3]);
+    assert_eq!(logits, before);
+}
+
+#[test]
+fn penalties_depend_on_what_was_said_and_not_on_its_order() {
+    let penalties = Penalties { presence: 0.3, frequency: 0.7, repetition: 1.3 };
+    let mut output: Vec<u32> = (0..200).map(|i| i * i % 61).collect();
+    let penalised = |output: &[u32]| {
+        let mut logits: Vec<f32> = (0..64).map(|i| (i as f32 * 0.37).sin() * 9.0).collect();
+        penalise(&mut logits, &penalties, &[1, 2, 3], output);
+        logits.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    };
+    let expected = penalised(&output);
+    output.reverse();
+    assert_eq!(penalised(&output), expected);
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use pagedd_core::{SamplingParams, TokenId};
+use pagedd_core::{Penalties, SamplingParams, TokenId};
 use pagedd_kernels::sample::{SampleError, draw, log_softmax_top, philox4x32_10};
 use proptest::prelude::*;
 
@@ -133,7 +133,7 @@ proptest! {
         top_k in prop::option::of(0_u32..700),
         position: u32,
     ) {
-        let params = SamplingParams { temperature, top_p, top_k, seed: 9, logprobs: None };
+        let params = SamplingParams { temperature, top_p, top_k, seed: 9, logprobs: None, penalties: Penalties::NONE };
         let token = draw(&logits, &params, 0, position).unwrap();
         prop_assert!((token.0 as usize) < logits.len());
         let better = logits.iter().filter(|&&x| x > logits[token.0 as usize]).count();

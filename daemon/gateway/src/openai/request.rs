@@ -3,7 +3,9 @@
 //! **Owns** the field tables of both endpoints. **Never** tokenises: what depends on the number of tokens is checked later.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
+use pagedd_core::Penalties;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -78,6 +80,8 @@ pub struct ValidRequest {
     pub top_p: f32,
     /// `None` keeps everything.
     pub top_k: Option<u32>,
+    /// Each in its range.
+    pub penalties: Penalties,
     /// `None`: to be drawn.
     pub seed: Option<u64>,
     /// At least 1.
@@ -162,7 +166,6 @@ const COMMON: Table = &[
     ("bad_words", Refused(&["[]"])),
     ("cache_salt", Refused(&[])),
     ("echo", Refused(&["false"])),
-    ("frequency_penalty", Refused(&["0"])),
     ("guided_choice", Refused(&[])),
     ("guided_decoding_backend", Refused(&[])),
     ("guided_grammar", Refused(&[])),
@@ -177,10 +180,8 @@ const COMMON: Table = &[
     ("logprobs", Refused(&["false"])),
     ("min_p", Refused(&["0"])),
     ("min_tokens", Refused(&["0"])),
-    ("presence_penalty", Refused(&["0"])),
     ("priority", Refused(&["0"])),
     ("prompt_logprobs", Refused(&[])),
-    ("repetition_penalty", Refused(&["1"])),
     ("request_id", Refused(&[])),
     ("response_format", Refused(&[r#"{"type":"text"}"#])),
     ("return_token_ids", Refused(&["false"])),
@@ -244,13 +245,16 @@ const STREAM_OPTIONS: Table =
     &[("continuous_usage_stats", Refused(&["false"])), ("include_obfuscation", Refused(&["false"]))];
 
 /// Fields that both endpoints honour.
-const HONOURED: [&str; 14] = [
+const HONOURED: [&str; 17] = [
     "background",
+    "frequency_penalty",
     "ignore_eos",
     "max_tokens",
     "metadata",
     "model",
     "n",
+    "presence_penalty",
+    "repetition_penalty",
     "seed",
     "stop",
     "stream",
@@ -294,6 +298,11 @@ pub fn parse(kind: Kind, body: &[u8], bounds: Bounds<'_>) -> Result<ValidRequest
             )
         })?),
     };
+    let penalties = Penalties {
+        presence: penalty(&mut fields, "presence_penalty", 0.0, &Penalties::ADDED)?,
+        frequency: penalty(&mut fields, "frequency_penalty", 0.0, &Penalties::ADDED)?,
+        repetition: penalty(&mut fields, "repetition_penalty", 1.0, &Penalties::FACTOR)?,
+    };
     let seed = fields.take::<i64>("seed")?.map(|seed| seed as u64);
     let n = match fields.take::<i64>("n")? {
         None => 1,
@@ -323,6 +332,7 @@ pub fn parse(kind: Kind, body: &[u8], bounds: Bounds<'_>) -> Result<ValidRequest
         temperature,
         top_p,
         top_k,
+        penalties,
         seed,
         n,
         max_tokens,
@@ -346,6 +356,22 @@ fn temperature(given: Option<f64>) -> Result<f32, ApiError> {
         return Err(ApiError::value("temperature", message));
     }
     Ok(if temperature < GREEDY_BELOW { 0.0 } else { temperature as f32 })
+}
+
+fn penalty(
+    fields: &mut Object<'_>,
+    field: &'static str,
+    default: f32,
+    range: &RangeInclusive<f32>,
+) -> Result<f32, ApiError> {
+    let given = fields.take::<f64>(field)?.map(|given| given as f32);
+    let penalty = given.unwrap_or(default);
+    if !range.contains(&penalty) {
+        let (from, to) = (range.start(), range.end());
+        let message = format!("`{field}` is {penalty}, it must be from {from} to {to}");
+        return Err(ApiError::value(field, message));
+    }
+    Ok(penalty)
 }
 
 fn max_tokens(kind: Kind, fields: &mut Object<'_>) -> Result<Option<u32>, ApiError> {

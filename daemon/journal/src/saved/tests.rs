@@ -17,6 +17,9 @@ fn request() -> SavedRequest {
             top_k: Some(40),
             seed: u64::MAX,
             logprobs: Some(5),
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
         },
         n: 2,
         max_tokens: 128,
@@ -35,8 +38,8 @@ fn steps() -> Vec<StepEntry> {
 
 /// A change of any of these needs another [`VERSION`], and a reader for the old one.
 #[test]
-fn version_1_is_written_as_it_always_was() {
-    assert_eq!(VERSION, 1);
+fn version_2_is_written_as_it_always_was() {
+    assert_eq!(VERSION, 2);
     let request = seal(&request()).unwrap();
     let steps = seal(&steps()).unwrap();
     assert_eq!(
@@ -44,6 +47,19 @@ fn version_1_is_written_as_it_always_was() {
         "01016d010380f7c4d506020301ac02ffff020000003f0000803f0128ffffffffffffffffff01010502800101020363747896203d0469df4988"
     );
     assert_eq!(hex(&steps), "01030e0000ffff020301010300021012aff2e06b16af3c");
+}
+
+#[test]
+fn version_1_is_read_and_had_no_penalties() {
+    let bytes = |hex: &str| -> Vec<u8> {
+        (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
+    };
+    let saved = bytes(
+        "01016d010380f7c4d506020301ac02ffff020000003f0000803f0128ffffffffffffffffff01010502800101020363747896203d0469df4988",
+    );
+    assert_eq!(unseal::<SavedRequest>(&saved).unwrap(), request());
+    let saved = bytes("01030e0000ffff020301010300021012aff2e06b16af3c");
+    assert_eq!(unseal::<Vec<StepEntry>>(&saved).unwrap(), steps());
 }
 
 #[test]

@@ -178,6 +178,59 @@ fn a_stranger_that_locks_the_file_is_named_and_waited_out() {
 }
 
 #[test]
+fn bug_41_a_held_read_transaction_holds_up_no_append_and_the_log_is_emptied_once_it_ends() {
+    let mut bench = Bench::of(Fsync::Never, Kind { sharing: Sharing::Shared, ..JOURNAL_DB });
+    bench.append(&[admit(1), admit(2), end(2)]);
+    let reader = Connection::open(bench.dir.path().join("journal.db")).unwrap();
+    reader.execute_batch("BEGIN").unwrap();
+    let seen = || reader.query_row("SELECT count(*) FROM requests", [], |row| row.get::<_, i64>(0)).unwrap();
+    assert_eq!(seen(), 2);
+    for i in 0..1_000 {
+        assert_eq!(bench.append(&[token(1, i)]), Durability::Durable);
+        let now = bench.now;
+        assert_eq!(bench.writer.tick(now), Durability::Durable);
+    }
+    let retention = Retention { seconds: 5, per_tenant: BTreeMap::new(), max_bytes: u64::MAX };
+    let now = bench.at(5);
+    assert_eq!(bench.writer.expire(&retention, now).requests, [id(2)]);
+    let log = bench.dir.path().join("journal.db-wal");
+    let length = || std::fs::metadata(&log).unwrap().len();
+    for second in [11, 20, 30] {
+        let now = bench.at(second);
+        assert_eq!(bench.writer.tick(now), Durability::Durable);
+        assert!(bench.writer.db().unclean() && length() > 0, "what the reader sees stays in the log");
+    }
+    assert_eq!(seen(), 2);
+    reader.execute_batch("ROLLBACK").unwrap();
+    let now = bench.at(40);
+    bench.writer.tick(now);
+    assert!(!bench.writer.db().unclean());
+    assert_eq!(length(), 0);
+    assert_eq!(bench.log(1).unwrap().len(), 1_000);
+}
+
+#[test]
+fn bug_41_a_daemons_own_journal_lets_no_stranger_read_so_that_its_log_stays_short() {
+    let mut bench = Bench::new(Fsync::Never);
+    bench.append(&[admit(1)]);
+    let path = bench.dir.path().join("journal.db");
+    let stranger = Connection::open(&path).unwrap();
+    stranger.busy_timeout(Duration::ZERO).unwrap();
+    assert!(stranger.query_row("SELECT count(*) FROM requests", [], |row| row.get::<_, i64>(0)).is_err());
+    let log = bench.dir.path().join("journal.db-wal");
+    let mut longest = 0;
+    for i in 0..4_000 {
+        bench.append(&[token(1, i)]);
+        let now = bench.now;
+        bench.writer.tick(now);
+        longest = longest.max(std::fs::metadata(&log).unwrap().len());
+    }
+    println!("the write-ahead log has at most {longest} bytes");
+    // 4 MiB at which a commit moves it to the file, and what one transaction adds.
+    assert!(longest < 6 << 20, "{longest} bytes");
+}
+
+#[test]
 fn commits_are_synced_one_interval_after_the_first_of_them() {
     let mut bench = Bench::new(Fsync::Interval(SECOND * 3));
     bench.append(&[admit(1)]);

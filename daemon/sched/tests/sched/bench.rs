@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use pagedd_core::{
-    Blocks, FinishReason, RequestId, SamplingParams, SequenceId, StepCost, TenantId, TokenId, Tokens,
+    Blocks, FinishReason, Penalties, RequestId, SamplingParams, SequenceId, StepCost, TenantId, TokenId,
+    Tokens,
 };
 use pagedd_kv::{BlockKey, Domain, DomainOwner, Ledger, LedgerHeader, PrefixHasher};
 use pagedd_sched::{
@@ -59,7 +60,11 @@ pub fn request(number: u64, tenant: u32, prompt: u32, max_tokens: u32) -> NewReq
         n: 1,
         max_tokens: Tokens(max_tokens),
         stop_ids: Vec::new(),
-        sampling: SamplingParams { seed: number, ..SamplingParams::GREEDY },
+        sampling: SamplingParams {
+            seed: number,
+            penalties: Penalties { presence: (number % 2) as f32, ..Penalties::NONE },
+            ..SamplingParams::GREEDY
+        },
     }
 }
 

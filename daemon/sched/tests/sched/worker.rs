@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 
 use pagedd_core::{BlockId, FinishReason, PlanId, SamplingParams, SequenceId, TokenId};
-use pagedd_sched::{Input, NewRequest, Sampled, SequenceSnapshot, StepOutput, StepPlan};
+use pagedd_sched::{Begin, Input, NewRequest, Sampled, SequenceSnapshot, StepOutput, StepPlan};
 
 pub const VOCABULARY: u64 = 50;
 
@@ -17,6 +17,14 @@ pub fn mix(a: u64, b: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
+}
+
+/// Where there are penalties, a draw also depends on the tokens before it, and on how many of them are the prompt.
+fn punished(digest: u64, sampling: &SamplingParams, prompt: usize, before: &[TokenId]) -> u64 {
+    if sampling.penalties.is_none() {
+        return digest;
+    }
+    before.iter().fold(mix(digest, prompt as u64), |digest, token| mix(digest, u64::from(token.0)))
 }
 
 /// What stands at `position`, behind slots of this digest.
@@ -36,7 +44,9 @@ pub fn reference(request: &NewRequest, choice: u32, max_model_len: u32) -> (Vec<
     let most = request.max_tokens.0.min(max_model_len - request.prompt.len() as u32) as usize;
     let mut output = Vec::new();
     loop {
-        let token = draw(digest, request.prompt.len() + output.len(), choice, &request.sampling);
+        let before: Vec<TokenId> = request.prompt.iter().chain(&output).copied().collect();
+        let punished = punished(digest, &request.sampling, request.prompt.len(), &before);
+        let token = draw(punished, before.len(), choice, &request.sampling);
         output.push(token);
         if request.stop_ids.contains(&token) {
             return (output, FinishReason::Stop);
@@ -54,6 +64,9 @@ struct Known {
     choice: u32,
     sampling: SamplingParams,
     table: Vec<BlockId>,
+    prompt: usize,
+    /// By position, where there are penalties.
+    tokens: Vec<TokenId>,
 }
 
 #[derive(Clone)]
@@ -78,7 +91,10 @@ impl Worker {
         self.drawn.clear();
         let known = snapshot.into_iter();
         self.sequences = known
-            .map(|s| (s.seq, Known { choice: s.choice, sampling: s.sampling, table: s.blocks }))
+            .map(|s| {
+                let SequenceSnapshot { seq, choice, sampling, tokens, prompt, blocks } = s;
+                (seq, Known { choice, sampling, table: blocks, prompt: prompt.0 as usize, tokens })
+            })
             .collect();
     }
 
@@ -89,8 +105,9 @@ impl Worker {
     pub fn run(&mut self, plan: &StepPlan) -> StepOutput {
         assert!(!plan.rows.is_empty(), "an empty plan");
         for begin in &plan.begin {
-            let known = Known { choice: begin.choice, sampling: begin.sampling, table: Vec::new() };
-            self.sequences.insert(begin.seq, known);
+            let Begin { seq, choice, sampling, prompt, ref tokens } = *begin;
+            let (prompt, tokens) = (prompt.0 as usize, tokens.clone());
+            self.sequences.insert(seq, Known { choice, sampling, table: Vec::new(), prompt, tokens });
         }
         for copy in &plan.copies {
             let (from, to) = (copy.from.0 as usize * self.block_size, copy.to.0 as usize * self.block_size);
@@ -112,6 +129,7 @@ impl Worker {
                 failed.push((row.seq, "NaN".to_owned()));
                 continue;
             }
+            let mut read = Vec::new();
             for (i, input) in row.inputs.iter().enumerate() {
                 let token = match input {
                     Input::Known(token) => *token,
@@ -120,16 +138,25 @@ impl Worker {
                         .get(&(*plan, *seq))
                         .unwrap_or_else(|| panic!("{seq} drew nothing in {plan}")),
                 };
+                read.push(token);
                 let position = start + i;
                 let before = if position == 0 { 0 } else { self.arena[self.slot(&table, position - 1)] };
                 let slot = self.slot(&table, position);
                 self.arena[slot] = mix(before, u64::from(token.0) + 1);
             }
+            let Some(known) = self.sequences.get_mut(&row.seq) else { continue };
+            let punished_by = known.sampling.penalties;
+            assert!(punished_by.is_none() || start <= known.tokens.len(), "unknown tokens of {}", row.seq);
+            known.tokens.truncate(start);
+            known.tokens.extend(read);
+            let past = known.tokens.clone();
             let certain = row.certain().0 as usize;
             for seq in &row.samples {
                 let known = &self.sequences[seq];
                 for end in certain..=certain + row.drafts as usize {
                     let digest = (0..end).fold(0, |digest, p| mix(digest, self.arena[self.slot(&table, p)]));
+                    let before = if punished_by.is_none() { &[][..] } else { &past[..end] };
+                    let digest = punished(digest, &known.sampling, known.prompt, before);
                     let token = draw(digest, end, known.choice, &known.sampling);
                     sampled.push(Sampled { seq: *seq, token, logprob: None, top: Vec::new() });
                     if row.inputs.get(end - start) != Some(&Input::Known(token)) {

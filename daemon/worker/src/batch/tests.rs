@@ -14,7 +14,7 @@ const LIMITS: Limits = Limits {
 };
 
 fn begin(seq: u64) -> Begin {
-    Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into() }
+    Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into(), prompt: 0, tokens: vec![] }
 }
 
 fn row(seq: u64, start: u32, inputs: usize, from: u32, blocks: &[u32]) -> Row {
@@ -158,6 +158,7 @@ fn a_resync_is_checked_too() {
         choice: 0,
         sampling: SamplingParams::GREEDY.into(),
         tokens: vec![1],
+        prompt: 1,
         blocks: blocks.to_vec(),
     };
     check_states(&[state(1, &[0, 7])], &LIMITS).unwrap();
@@ -176,7 +177,7 @@ proptest! {
         );
         if let Ok(batch) = check(&plan, &all, &LIMITS) {
             let mut all = all;
-            apply(&plan, &mut all);
+            apply(&plan, &batch, &mut all);
             let mut slots = HashSet::new();
             for row in &batch.rows {
                 for position in (row.start..).take(row.tokens.len()) {

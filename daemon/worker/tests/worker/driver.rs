@@ -39,6 +39,12 @@ pub struct Seq {
 }
 
 impl Seq {
+    /// How it, or a choice that forks off it, enters.
+    fn begin(&self, seq: u64, choice: u32) -> Begin {
+        let (sampling, prompt) = (self.sampling.into(), self.prompt as u32);
+        Begin { seq, choice, sampling, prompt, tokens: self.tokens.clone() }
+    }
+
     pub fn new(id: u64, prompt: &[u32], want: usize) -> Self {
         Self {
             id,
@@ -160,7 +166,7 @@ impl Driver {
                 blocks.push(self.take());
             }
             if !seq.begun {
-                plan.begin.push(Begin { seq: seq.id, choice: seq.choice, sampling: seq.sampling.into() });
+                plan.begin.push(seq.begin(seq.id, seq.choice));
             }
             plan.copies.extend(seq.copy);
             let mut inputs: Vec<_> =
@@ -181,7 +187,7 @@ impl Driver {
                 if seq.drawn() == 0 {
                     let children = seq.children.iter().zip(1..);
                     for (&child, choice) in children {
-                        plan.begin.push(Begin { seq: child, choice, sampling: seq.sampling.into() });
+                        plan.begin.push(seq.begin(child, choice));
                         samples.push(child);
                     }
                 }
@@ -251,6 +257,7 @@ impl Driver {
                 choice: seq.choice,
                 sampling: seq.sampling.into(),
                 tokens: seq.tokens.clone(),
+                prompt: seq.prompt as u32,
                 blocks: seq.table.clone(),
             })
             .collect()

@@ -1,6 +1,6 @@
 //! A row's bits depend on its own inputs only.
 
-use pagedd_core::SamplingParams;
+use pagedd_core::{Penalties, SamplingParams};
 use pagedd_model::Architecture;
 use pagedd_model::testing::TinyModel;
 use pagedd_wire::worker::{Dtype, Hello, Sampled};
@@ -104,8 +104,14 @@ impl Case<'_> {
     }
 }
 
-const DRAWN: SamplingParams =
-    SamplingParams { temperature: 0.8, top_p: 0.95, top_k: Some(40), seed: 77, logprobs: None };
+const DRAWN: SamplingParams = SamplingParams {
+    temperature: 0.8,
+    top_p: 0.95,
+    top_k: Some(40),
+    seed: 77,
+    logprobs: None,
+    penalties: Penalties { presence: 0.4, frequency: 0.3, repetition: 1.2 },
+};
 
 #[test]
 fn the_real_model_gives_the_same_bits_alone_in_company_chunked_cached_and_preempted() {

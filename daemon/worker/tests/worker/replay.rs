@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use pagedd_core::{SamplingParams, StepCost, TensorType};
+use pagedd_core::{Penalties, SamplingParams, StepCost, TensorType};
 use pagedd_model::testing::{Random, TinyModel};
 use pagedd_wire::worker::{
     Arena, Begin, BlockCopy, Dtype, Hello, Input, KnownCost, KvMemory, Output, Plan, Row, Sampled,
@@ -63,6 +63,9 @@ fn history_with(
                 let temperature = 0.7;
                 seq.sampling =
                     SamplingParams { temperature, top_p: 0.9, seed: next, ..SamplingParams::GREEDY };
+                if next % 4 == 0 {
+                    seq.sampling.penalties = Penalties { presence: 0.5, frequency: 0.5, repetition: 1.3 };
+                }
                 seq.children = (1..=below(3)).map(|child| seq.id + child).collect();
             }
             driver.seqs.push(seq);
@@ -254,7 +257,8 @@ fn a_bad_plan_writes_nothing_and_changes_nothing() {
         drafts: 0,
     };
     let copies = vec![BlockCopy { from: 0, to: 3, tokens: 16 }];
-    let begin = vec![Begin { seq: 7, choice: 0, sampling: SamplingParams::GREEDY.into() }];
+    let begin =
+        vec![Begin { seq: 7, choice: 0, sampling: SamplingParams::GREEDY.into(), prompt: 0, tokens: vec![] }];
     let bad = Plan { id: 2, begin, copies, rows: vec![row(0), row(1 << 30)], end: vec![1] };
     assert!(matches!(runner.run(&bad), Err(RunError::Plan(_))));
     assert!(runner.arena(Arena::Kv).data() == before);
@@ -281,7 +285,8 @@ fn a_row_whose_numbers_break_fails_alone_and_so_does_what_builds_on_its_draw() {
         samples: vec![seq],
         drafts: 0,
     };
-    let begin = |seq| Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into() };
+    let begin =
+        |seq| Begin { seq, choice: 0, sampling: SamplingParams::GREEDY.into(), prompt: 0, tokens: vec![] };
     let alone = Plan { id: 1, begin: vec![begin(1)], rows: vec![row(1, &[1, 2, 3], 0)], ..Plan::default() };
     let expected = runner.run(&alone).unwrap().sampled;
 

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use pagedd_core::{
-    Blocks, FinishReason, RequestId, SamplingParams, StepCost, TenantId, TensorType, TokenId, Tokens,
+    Blocks, FinishReason, Penalties, RequestId, SamplingParams, StepCost, TenantId, TensorType, TokenId,
+    Tokens,
 };
 use pagedd_model::testing::TinyModel;
 use pagedd_sched::{
@@ -30,7 +31,15 @@ fn plan(plan: &StepPlan) -> Plan {
     let rows = plan.rows.iter();
     Plan {
         id: plan.id.0,
-        begin: begin.map(|b| Begin { seq: b.seq.0, choice: b.choice, sampling: b.sampling.into() }).collect(),
+        begin: begin
+            .map(|b| Begin {
+                seq: b.seq.0,
+                choice: b.choice,
+                sampling: b.sampling.into(),
+                prompt: b.prompt.0,
+                tokens: b.tokens.iter().map(|token| token.0).collect(),
+            })
+            .collect(),
         copies: copies.map(|c| BlockCopy { from: c.from.0, to: c.to.0, tokens: c.tokens.0 }).collect(),
         rows: rows
             .map(|row| Row {
@@ -63,6 +72,7 @@ fn state(snapshot: &SequenceSnapshot) -> SequenceState {
         choice: snapshot.choice,
         sampling: snapshot.sampling.into(),
         tokens: snapshot.tokens.iter().map(|token| token.0).collect(),
+        prompt: snapshot.prompt.0,
         blocks: snapshot.blocks.iter().map(|block| block.0).collect(),
     }
 }
@@ -183,6 +193,11 @@ fn requests(vocab: u32, most: u32) -> Vec<NewRequest> {
             2 => SamplingParams { temperature: 0.3, ..SamplingParams::GREEDY },
             _ => SamplingParams { temperature: 0.8, top_p: 0.7, ..SamplingParams::GREEDY },
         };
+        // Small ones, so that texts still say things twice.
+        let penalties = match number % 3 {
+            0 => Penalties { presence: 0.1, frequency: 0.02, repetition: 1.01 },
+            _ => Penalties::NONE,
+        };
         NewRequest {
             id: RequestId(u128::from(number).to_be_bytes()),
             tenant: TENANT,
@@ -190,7 +205,7 @@ fn requests(vocab: u32, most: u32) -> Vec<NewRequest> {
             n: if number % 5 == 4 { 3 } else { 1 },
             max_tokens: Tokens(most - number as u32 % 7),
             stop_ids: Vec::new(),
-            sampling: SamplingParams { seed: number, logprobs: Some(3), ..sampling },
+            sampling: SamplingParams { seed: number, logprobs: Some(3), penalties, ..sampling },
         }
     };
     (0..10).map(request).collect()

@@ -80,6 +80,13 @@ fn honoured_fields_arrive() {
 }
 
 #[test]
+fn penalties_arrive_up_to_the_ends_of_their_ranges() {
+    let request = chat(r#""presence_penalty":-2,"frequency_penalty":2,"repetition_penalty":0.01"#).unwrap();
+    assert_eq!(request.penalties, Penalties { presence: -2.0, frequency: 2.0, repetition: 0.01 });
+    assert_eq!(completion("").unwrap().penalties, Penalties::NONE);
+}
+
+#[test]
 fn null_is_the_same_as_leaving_a_field_out() {
     let nulls = r#""temperature":null,"top_p":null,"n":null,"stop":null,"stream":null,"max_tokens":null,"tools":null,
                    "stream_options":null,"logit_bias":null,"logprobs":null"#;
@@ -99,6 +106,12 @@ fn values_out_of_range_are_refused_with_their_field() {
         (r#""top_k":-2"#, "top_k"),
         (r#""top_k":5000000000"#, "top_k"),
         (r#""top_k":1.5"#, "top_k"),
+        (r#""presence_penalty":2.1"#, "presence_penalty"),
+        (r#""frequency_penalty":-2.1"#, "frequency_penalty"),
+        (r#""frequency_penalty":1e300"#, "frequency_penalty"),
+        (r#""repetition_penalty":0"#, "repetition_penalty"),
+        (r#""repetition_penalty":2.5"#, "repetition_penalty"),
+        (r#""repetition_penalty":"1""#, "repetition_penalty"),
         (r#""seed":1.5"#, "seed"),
         (r#""seed":99999999999999999999"#, "seed"),
         (r#""max_tokens":0"#, "max_tokens"),
@@ -169,9 +182,6 @@ fn bug_26_fields_that_are_not_supported_are_refused_unless_they_change_nothing()
         ("tools", r#"[{"type":"function"}]"#),
         ("response_format", r#"{"type":"json_object"}"#),
         ("logit_bias", r#"{"5":5}"#),
-        ("presence_penalty", "0.1"),
-        ("frequency_penalty", "-1"),
-        ("repetition_penalty", "1.1"),
         ("min_p", "0.1"),
         ("top_logprobs", "5"),
         ("cache_salt", r#""x""#),
