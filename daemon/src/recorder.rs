@@ -18,8 +18,7 @@ use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, InboxFull, StepRecord};
 use pagedd_journal::{
-    Admission, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, Now, Record,
-    Retention, Step,
+    Admission, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, Now, Record, Step,
 };
 use pagedd_sched::AdmitError;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -27,6 +26,7 @@ use tracing::{error, info, warn};
 
 use crate::convert;
 use crate::hub::{ConnectionId, Message, Ticket};
+use crate::retention::Retentions;
 
 /// What may wait for the recorder. An engine that finds it full waits: its tokens would not be visible anyway.
 const INBOX: usize = 1024;
@@ -68,6 +68,8 @@ pub enum Told {
     Replayed(RequestId),
     /// The tenant was removed: nothing of it is kept.
     Forget(TenantId),
+    /// How long a tenant's requests are kept after their end; `None` is as long as others'.
+    Retain(TenantId, Option<Duration>),
     /// Nothing more comes; the answer comes once everything is on disk.
     Sync(oneshot::Sender<()>),
 }
@@ -140,7 +142,7 @@ pub fn live(db: &mut JournalDb, tenants: &[TenantId]) -> Result<Vec<Kept>, paged
 ///
 /// # Errors
 /// The system refuses a thread.
-pub fn start(db: JournalDb, retention: Retention, hub: mpsc::Sender<Message>) -> io::Result<Recorder> {
+pub fn start(db: JournalDb, retention: Retentions, hub: mpsc::Sender<Message>) -> io::Result<Recorder> {
     let (inbox, told) = mpsc::channel(INBOX);
     let (lookups, asked) = mpsc::channel(LOOKUPS);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
@@ -205,7 +207,7 @@ struct Work {
     writer: JournalWriter,
     hub: mpsc::Sender<Message>,
     durability: watch::Sender<Durability>,
-    retention: Retention,
+    retention: Retentions,
     /// When something may be kept no longer.
     expire_at: Option<Instant>,
     /// Idempotency keys whose requests are being admitted, with digests of their bodies.
@@ -338,7 +340,14 @@ impl Work {
                 }
                 self.claims.retain(|(of, _), _| *of != tenant);
                 self.lost_keys.retain(|(of, _), _| *of != tenant);
+                self.retention.set(tenant, None);
                 drop(self.hub.send(Message::Forget(tenant)).await);
+            }
+            Told::Retain(tenant, own) => {
+                self.retention.set(tenant, own);
+                let soon = Instant::now() + self.expire_every();
+                self.expire_at = self.expire_at.map(|at| at.min(soon));
+                drop(self.hub.send(Message::Retain(tenant, own)).await);
             }
             Told::Sync(answer) => {
                 if self.writer.durability() != Durability::Durable {
@@ -402,7 +411,10 @@ impl Work {
             self.snapshot().await;
         }
         if self.expire_at.is_some_and(|at| at <= Instant::now()) {
-            let expired = self.writer.expire(&self.retention, now());
+            let (answer, spent) = oneshot::channel();
+            drop(self.hub.send(Message::Spent(answer)).await);
+            self.writer.delete_ended(&spent.await.unwrap_or_default(), now());
+            let expired = self.writer.expire(&self.retention.of_journal(), now());
             let keeps = self.writer.db().keeps_ended().unwrap_or(true);
             let wait = if expired.more { Duration::ZERO } else { self.expire_every() };
             self.expire_at = keeps.then(|| Instant::now() + wait);
@@ -430,7 +442,7 @@ impl Work {
 
     fn expire_every(&self) -> Duration {
         let (least, most) = EXPIRE_EVERY;
-        Duration::from_secs(self.retention.seconds / 10).clamp(least, most)
+        (self.retention.shortest() / 10).clamp(least, most)
     }
 
     fn sync(&mut self) {
