@@ -110,7 +110,7 @@ fn answer_of(script: Vec<(&'static str, String)>) -> Result<Outcome, String> {
 fn an_exchange_goes_on_where_its_stream_broke_off() {
     let starting =
         "HTTP/1.1 503 No\r\ncontent-length: 29\r\n\r\n{\"error\":{\"code\":\"starting\"}}".to_owned();
-    let shutdown = "data: {\"error\":{\"code\":\"shutting_down\"}}\n\n";
+    let shutdown = "event: detached\ndata: {\"choices\":[],\"detached\":{\"last_event_id\":1}}\n\n";
     let got = answer_of(vec![
         ("POST /v1/completions|idempotency-key: one", String::new()),
         ("POST /v1/completions|idempotency-key: one", "HTTP/1.1 200 OK\r\ncontent-".into()),

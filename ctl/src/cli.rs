@@ -2,7 +2,7 @@
 
 use crate::context::{Context, Environment, Outcome};
 use crate::failure::{self, Failure};
-use crate::{completions, config_check, key, metrics, status, tenant};
+use crate::{completions, config_check, drain, key, metrics, status, tenant};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -31,6 +31,10 @@ enum Top {
     /// Make, list and revoke a tenant's keys
     #[command(subcommand)]
     Key(Key),
+    /// Refuse new requests of all tenants, and wait until nothing is left; the daemon stays up
+    Drain(drain::Args),
+    /// Take requests again
+    Undrain,
     /// Show the daemon, its models and its tenants
     Status,
     /// Print metrics in Prometheus' text format
@@ -91,12 +95,15 @@ pub fn run(args: impl IntoIterator<Item = OsString>, environment: &Environment) 
     };
     match dispatch(cli, environment) {
         Ok(stdout) => Outcome { code: failure::OK, stdout, stderr: String::new() },
-        Err(failure) => Outcome { code: failure.code(), stdout: String::new(), stderr: failure.text() },
+        Err(failure) => {
+            Outcome { code: failure.code(), stdout: failure.reply().to_owned(), stderr: failure.text() }
+        }
     }
 }
 
 fn dispatch(cli: Cli, environment: &Environment) -> Result<String, Failure> {
-    let context = Context { socket: environment.socket(cli.socket), json: cli.json };
+    let context =
+        Context { socket: environment.socket(cli.socket), json: cli.json, progress: environment.progress };
     match cli.command {
         Top::Tenant(Tenant::Add(args)) => tenant::add::run(&args, &context),
         Top::Tenant(Tenant::Set(args)) => tenant::set::run(&args, &context),
@@ -108,6 +115,8 @@ fn dispatch(cli: Cli, environment: &Environment) -> Result<String, Failure> {
         Top::Key(Key::Create(args)) => key::create::run(&args, &context),
         Top::Key(Key::List(args)) => key::list::run(&args, &context),
         Top::Key(Key::Revoke(args)) => key::revoke::run(&args, &context),
+        Top::Drain(args) => drain::run(&args, &context),
+        Top::Undrain => drain::undo(&context),
         Top::Status => status::run(&context),
         Top::Metrics => metrics::run(&context),
         Top::Config(Config::Check(args)) => config_check::run(&args, &context, environment),

@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use pagedd_control::{Client, Command, Reply};
 use std::ffi::OsString;
+use std::io::{self, Write};
 use std::path::PathBuf;
 
 /// What is taken from the process and the host, so that tests can give something else.
@@ -14,6 +15,8 @@ pub struct Environment {
     pub candidates: Vec<PathBuf>,
     /// The configuration file that is checked where none is named.
     pub config: PathBuf,
+    /// Shows a line of a command that takes its time.
+    pub progress: fn(&str),
 }
 
 impl Environment {
@@ -26,6 +29,8 @@ impl Environment {
                 PathBuf::from("/var/lib/pagedd/admin.sock"),
             ],
             config: PathBuf::from(pagedd_config::DEFAULT_FILE),
+            // Whoever does not want to see it has closed it.
+            progress: |line| drop(io::stderr().write_all(line.as_bytes())),
         }
     }
 
@@ -56,9 +61,16 @@ pub struct Context {
     pub socket: PathBuf,
     /// Whether the reply is printed as JSON.
     pub json: bool,
+    /// Shows a line before the command is done.
+    pub progress: fn(&str),
 }
 
 impl Context {
+    /// Shows a line, with its line break, before the command is done.
+    pub fn tell(&self, line: &str) {
+        (self.progress)(line);
+    }
+
     /// Asks the daemon; the text to print is the reply as JSON, or what `show` makes of it (`None`: not an answer to this).
     pub fn ask(
         &self,

@@ -14,6 +14,8 @@ pub const USAGE: u8 = 2;
 pub const UNREACHABLE: u8 = 3;
 /// Something that should not happen.
 pub const INTERNAL: u8 = 4;
+/// It goes on, and was not waited for to its end.
+pub const UNFINISHED: u8 = 5;
 
 /// The exit codes, for `--help`.
 pub const HELP: &str = "\
@@ -23,6 +25,7 @@ Exit codes:
   2  the command line is wrong
   3  the daemon is not reachable
   4  internal error
+  5  a drain has something left
 
 Environment:
   PAGEDD_SOCKET  path of the admin socket, where --socket is not given";
@@ -52,6 +55,21 @@ pub enum Failure {
         /// The answer's kind.
         reply: String,
     },
+    /// A drain is not at its end.
+    #[error(
+        "not drained in time: {requests} requests and {streams} streams are left; the daemon goes on with them and takes no others"
+    )]
+    Unfinished {
+        /// Requests that have not ended.
+        requests: u32,
+        /// Those that are read.
+        streams: u32,
+        /// What is printed of it.
+        reply: String,
+    },
+    /// Somebody had the daemon take requests again.
+    #[error("the daemon takes requests again: the drain was taken back")]
+    TakenBack,
     /// A reply could not be printed.
     #[error("the reply cannot be printed as JSON: {0}")]
     Json(#[from] serde_json::Error),
@@ -84,8 +102,14 @@ impl Failure {
                 | ClientError::Garbled { .. }
                 | ClientError::Io { .. },
             ) => UNREACHABLE,
+            Self::Unfinished { .. } | Self::TakenBack => UNFINISHED,
             Self::WrongReply { .. } | Self::Json(_) => INTERNAL,
         }
+    }
+
+    /// What is printed on standard output all the same.
+    pub fn reply(&self) -> &str {
+        if let Self::Unfinished { reply, .. } = self { reply } else { "" }
     }
 
     /// `error: …` and, where something can be done, `hint: …`.
@@ -96,7 +120,10 @@ impl Failure {
             Self::WrongReply { .. } => {
                 Some("use the pagedctl that was installed with this pagedd".to_owned())
             }
-            Self::Config(_) | Self::Json(_) => None,
+            Self::Unfinished { .. } => {
+                Some("`pagedctl drain` waits on, `pagedctl undrain` takes requests again".to_owned())
+            }
+            Self::Config(_) | Self::Json(_) | Self::TakenBack => None,
         };
         let mut text = format!("error: {self}\n");
         if let Some(hint) = hint {

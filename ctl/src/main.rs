@@ -7,6 +7,7 @@ mod cli;
 mod completions;
 mod config_check;
 mod context;
+mod drain;
 mod failure;
 mod key;
 mod metrics;

@@ -1,6 +1,8 @@
 //! Values as people read them.
 
-use pagedd_control::{GatewayInfo, GatewayState, ModelState, ShareInfo, TenantInfo, TenantState};
+use pagedd_control::{
+    DrainInfo, DrainState, GatewayInfo, GatewayState, ModelState, ShareInfo, TenantInfo, TenantState,
+};
 
 /// What is not known.
 pub const UNKNOWN: &str = "-";
@@ -21,6 +23,7 @@ pub fn tenant_state(state: &TenantState) -> String {
         TenantState::Starting => "starting".to_owned(),
         TenantState::Ready => "ready".to_owned(),
         TenantState::Suspended => "suspended".to_owned(),
+        TenantState::Draining => "draining".to_owned(),
         TenantState::Failed { error } => format!("failed: {error}"),
     }
 }
@@ -79,9 +82,31 @@ pub fn tenant(info: &TenantInfo) -> String {
         ("waiting", info.waiting.to_string()),
         ("keys", if info.auth { info.keys.to_string() } else { format!("{} (none needed)", info.keys) }),
         ("lookup", on_or_off(info.prompt_lookup)),
+        ("retention", info.retention.clone()),
         ("gateway", gateway(&info.gateway)),
         ("created", time(info.created_unix)),
     ])
+}
+
+/// What is under way.
+pub fn left(info: &DrainInfo) -> String {
+    let DrainInfo { requests, running, waiting, streams, .. } = info;
+    format!(
+        "{requests} requests left, {running} sequences running, {waiting} waiting, {streams} streams open"
+    )
+}
+
+/// Whether the daemon admits requests; what it has left where it does not.
+pub fn admission(info: &DrainInfo) -> String {
+    let (what, deadline) = match info.state {
+        DrainState::Admitting => return "open".to_owned(),
+        DrainState::Draining { deadline_unix, .. } => ("draining", deadline_unix),
+        DrainState::Stopping { deadline_unix, .. } => ("stopping", Some(deadline_unix)),
+    };
+    let until = deadline.map_or_else(String::new, |unix| {
+        format!("; until {}", time(i64::try_from(unix).unwrap_or(i64::MAX)))
+    });
+    format!("{what}: {}{until}", left(info))
 }
 
 /// Seconds since 1970 as UTC.

@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::show::{age, bytes, model_state, or_unknown, uptime};
+use crate::show::{admission, age, bytes, model_state, or_unknown, uptime};
 use crate::table::{Align::Left, Align::Right, Table, fields};
 use crate::tenant::list;
 use pagedd_control::{Command, Durable, ModelStatus, Reply, StatusInfo, Walls};
@@ -21,6 +21,7 @@ fn render(status: &StatusInfo) -> String {
         ("config", status.config.clone().unwrap_or_else(|| "defaults".to_owned())),
         ("state", status.state_dir.clone()),
         ("supervisor", status.supervisor.as_str().to_owned()),
+        ("admission", admission(&status.drain)),
         (
             "durable",
             match &status.durable {

@@ -4,6 +4,7 @@ use crate::failure;
 use crate::show;
 use clap::CommandFactory;
 use pagedd_control::*;
+use std::cell::RefCell;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -15,7 +16,13 @@ fn environment(dir: &Path) -> Environment {
         socket: None,
         candidates: vec![dir.join("run.sock"), dir.join("admin.sock")],
         config: dir.join("pagedd.yaml"),
+        progress: |line| PROGRESS.with_borrow_mut(|lines| lines.push(line.to_owned())),
     }
+}
+
+thread_local! {
+    /// What a command of this thread told before it was done.
+    static PROGRESS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
 }
 
 fn args(line: &str) -> Vec<OsString> {
@@ -70,6 +77,7 @@ fn tenant(name: &str, port: u16) -> TenantInfo {
             cached_blocks: 9,
         },
         prompt_lookup: true,
+        retention: "10m".to_owned(),
         running: 1,
         waiting: 2,
         gateway: GatewayInfo { state: GatewayState::Running, pid: Some(4242), restarts: 0 },
@@ -108,6 +116,7 @@ fn tenant_add_shows_the_port_the_key_and_a_line_to_try_it() {
         kv_ceiling: Some("512MiB".to_owned()),
         no_auth: false,
         prompt_lookup: None,
+        retention: None,
     };
     assert_eq!(command, Command::TenantAdd(spec));
     assert_eq!(
@@ -132,7 +141,7 @@ curl http://127.0.0.1:8101/v1/chat/completions -H 'Authorization: Bearer pgd_abc
 fn tenant_add_without_options_leaves_the_choice_to_the_daemon_and_an_open_port_needs_no_key() {
     let open = TenantInfo { auth: false, keys: 0, ..tenant("acme", 8101) };
     let (command, text) = done(
-        "tenant add acme --no-auth --prompt-lookup off",
+        "tenant add acme --no-auth --prompt-lookup off --retention 90s",
         Reply::TenantAdded(TenantAdded { tenant: open, key: None }),
     );
     let spec = TenantSpec {
@@ -143,6 +152,7 @@ fn tenant_add_without_options_leaves_the_choice_to_the_daemon_and_an_open_port_n
         kv_ceiling: None,
         no_auth: true,
         prompt_lookup: Some(false),
+        retention: Some("90s".to_owned()),
     };
     assert_eq!(command, Command::TenantAdd(spec));
     assert!(text.contains("key         none needed: anyone who reaches the port may use it\n"), "{text}");
@@ -152,11 +162,12 @@ fn tenant_add_without_options_leaves_the_choice_to_the_daemon_and_an_open_port_n
 #[test]
 fn tenant_set_sends_what_changes_and_nothing_else() {
     let (command, text) =
-        done("tenant set acme --kv-floor 4096tokens --auth off --prompt-lookup on", shown());
+        done("tenant set acme --kv-floor 4096tokens --auth off --prompt-lookup on --retention 0ms", shown());
     let changes = TenantChanges {
         kv_floor: Some("4096 tokens".to_owned()),
         auth: Some(false),
         prompt_lookup: Some(true),
+        retention: Some("0s".to_owned()),
         ..TenantChanges::default()
     };
     assert_eq!(command, Command::TenantSet(TenantSet { name: "acme".to_owned(), changes }));
@@ -165,7 +176,7 @@ fn tenant_set_sends_what_changes_and_nothing_else() {
     assert_eq!(outcome.code, failure::USAGE);
     assert_eq!(
         outcome.stderr,
-        "error: nothing to change about `acme`\nhint: give --port, --kv-floor, --kv-ceiling, --auth or --prompt-lookup\n"
+        "error: nothing to change about `acme`\nhint: give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup or --retention\n"
     );
 }
 
@@ -211,6 +222,7 @@ running     1
 waiting     2
 keys        1
 lookup      on
+retention   10m
 gateway     running, pid 4242, 0 restarts
 created     2026-09-21 14:13:20 UTC
 "
@@ -270,6 +282,82 @@ ID  PREFIX     LABEL  CREATED                  REVOKED
     assert_eq!(text, "key 12 (pgd_abcd…) of tenant acme is revoked\n");
 }
 
+const SINCE: DrainState = DrainState::Draining { since_unix: 1, deadline_unix: None };
+
+fn left(state: DrainState, requests: u32, streams: u32) -> DrainInfo {
+    DrainInfo { state, requests, running: 1, waiting: 2, streams }
+}
+
+/// Runs a command line against a daemon that gives these answers in turn; what it was asked, what was told meanwhile, and how it ended.
+fn watched(line: &str, answers: Vec<Reply>) -> (Vec<Command>, Vec<String>, Outcome) {
+    let dir = tempfile::tempdir().unwrap();
+    let listener = UnixListener::bind(dir.path().join("admin.sock")).unwrap();
+    let daemon = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+        let mut asked = Vec::new();
+        for answer in answers {
+            let Some(line) = lines.next() else { break };
+            asked.push(decode_request(line.unwrap().as_bytes()).unwrap());
+            stream.write_all(&encode(&Response::Ok(answer)).unwrap()).unwrap();
+        }
+        asked
+    });
+    let outcome = run(args(line), &environment(dir.path()));
+    (daemon.join().unwrap(), PROGRESS.with_borrow_mut(std::mem::take), outcome)
+}
+
+fn at(state: DrainState, requests: u32, streams: u32) -> Reply {
+    Reply::Status(StatusInfo { drain: left(state, requests, streams), ..status() })
+}
+
+#[test]
+fn a_drain_is_waited_for_and_each_change_is_shown() {
+    let answers = || vec![Reply::Drain(left(SINCE, 3, 1)), at(SINCE, 3, 1), at(SINCE, 0, 1), at(SINCE, 0, 0)];
+    let (commands, told, outcome) = watched("drain --timeout 1m", answers());
+    assert_eq!(commands[0], Command::Drain(Drain { timeout_ms: Some(60_000) }));
+    assert_eq!(commands[1..], [Command::Status, Command::Status, Command::Status]);
+    let tail = "sequences running, 2 waiting, 1 streams open\n";
+    assert_eq!(
+        told,
+        [format!("draining: 3 requests left, 1 {tail}"), format!("draining: 0 requests left, 1 {tail}")]
+    );
+    let text = "nothing is left; the daemon stays up and takes no requests until `pagedctl undrain`\n";
+    assert_eq!(outcome, Outcome { code: failure::OK, stdout: text.to_owned(), stderr: String::new() });
+
+    let (commands, told, outcome) = watched("drain --json", answers());
+    assert_eq!(commands[0], Command::Drain(Drain { timeout_ms: None }));
+    let told: Vec<Reply> = told.iter().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(told, [Reply::Drain(left(SINCE, 3, 1)), Reply::Drain(left(SINCE, 0, 1))]);
+    assert_eq!(serde_json::from_str::<Reply>(&outcome.stdout).unwrap(), Reply::Drain(left(SINCE, 0, 0)));
+    assert_eq!((outcome.code, outcome.stderr.as_str()), (failure::OK, ""));
+}
+
+#[test]
+fn a_drain_that_is_not_at_its_end_in_time_says_what_is_left_and_exits_with_5() {
+    let (commands, _, outcome) = watched("drain --timeout 0", vec![Reply::Drain(left(SINCE, 3, 1))]);
+    assert_eq!(commands, [Command::Drain(Drain { timeout_ms: Some(0) })]);
+    assert_eq!(outcome.code, failure::UNFINISHED);
+    assert_eq!(outcome.stdout, "3 requests left, 1 sequences running, 2 waiting, 1 streams open\n");
+    assert_eq!(
+        outcome.stderr,
+        "error: not drained in time: 3 requests and 1 streams are left; the daemon goes on with them and takes no others\n\
+         hint: `pagedctl drain` waits on, `pagedctl undrain` takes requests again\n"
+    );
+    let (_, _, outcome) = watched("drain --json --timeout 0", vec![Reply::Drain(left(SINCE, 3, 1))]);
+    assert_eq!(serde_json::from_str::<Reply>(&outcome.stdout).unwrap(), Reply::Drain(left(SINCE, 3, 1)));
+    let back = vec![Reply::Drain(left(SINCE, 3, 1)), at(DrainState::Admitting, 3, 1)];
+    let (_, _, outcome) = watched("drain", back);
+    assert_eq!((outcome.code, outcome.stdout.as_str()), (failure::UNFINISHED, ""));
+    assert!(outcome.stderr.contains("taken back"), "{outcome:?}");
+}
+
+#[test]
+fn a_drain_is_taken_back() {
+    let (command, text) = done("undrain", Reply::Drain(left(DrainState::Admitting, 3, 1)));
+    assert_eq!((command, text.as_str()), (Command::Undrain, "the daemon takes requests again\n"));
+}
+
 fn status() -> StatusInfo {
     StatusInfo {
         version: "0.1.0".to_owned(),
@@ -280,6 +368,7 @@ fn status() -> StatusInfo {
         walls: Walls::Reduced { reason: "no cgroup v2".to_owned() },
         durable: Durable::No { reason: "no space left".to_owned(), since_unix: 1, records: 3 },
         supervisor: Supervisor::Keeper,
+        drain: left(DrainState::Draining { since_unix: 951_782_390, deadline_unix: Some(951_782_400) }, 3, 1),
         models: vec![ModelStatus {
             name: "smollm2".to_owned(),
             path: "/m.gguf".to_owned(),
@@ -322,6 +411,7 @@ pagedd      0.1.0, pid 77, up 1d 2h
 config      defaults
 state       /var/lib/pagedd
 supervisor  keeper
+admission   draining: 3 requests left, 1 sequences running, 2 waiting, 1 streams open; until 2000-02-29 00:00:00 UTC
 durable     no: no space left; 3 records not written
 walls       reduced: no cgroup v2
 
@@ -424,6 +514,11 @@ fn names_amounts_and_ports_are_refused_before_the_daemon_is_asked() {
         ("tenant add a --port 0".to_owned(), "--port: `0` is no port from 1 to 65535"),
         ("tenant add a --port 99999".to_owned(), "--port: `99999` is no port from 1 to 65535"),
         (
+            "tenant add a --retention soon".to_owned(),
+            "--retention: `soon` is no duration; write for example 30s, 10m or 500ms",
+        ),
+        ("tenant set a --retention 31d".to_owned(), "--retention: 31d is more than 30d"),
+        (
             "tenant add a --model x/y".to_owned(),
             "model name `x/y` has '/'; allowed are a-z, A-Z, 0-9, -, _ and .",
         ),
@@ -448,6 +543,8 @@ fn a_wrong_command_line_exits_with_2_and_help_with_0() {
         "tenant add",
         "tenant add a b",
         "status --colour",
+        "drain --timeout soon",
+        "undrain acme",
         "key revoke a b",
         "completions tcsh",
     ] {

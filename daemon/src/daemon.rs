@@ -6,15 +6,19 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use pagedd_config::{Amount, FIRST_TENANT_PORT, Percent, TenantName as CheckedName};
+use pagedd_config::{
+    Amount, FIRST_TENANT_PORT, MAX_RETENTION, Percent, Span, SpanError, TenantName as CheckedName,
+};
 use pagedd_control::{
-    Command, ControlError, Durable, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed, KeyRevoke,
-    MAX_LABEL, MetricsText, Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded, TenantChanges,
-    TenantInfo, TenantListed, TenantRemove, TenantSet, TenantShown, TenantSpec, Walls,
+    Command, ControlError, DrainState, Durable, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyListed,
+    KeyRevoke, MAX_LABEL, MetricsText, Removed, Reply, Secret, StatusInfo, Supervisor, TenantAdded,
+    TenantChanges, TenantInfo, TenantListed, TenantRemove, TenantSet, TenantShown, TenantSpec, Walls,
 };
 use pagedd_core::{Blocks, FinishReason, ModelId, TenantId};
 use pagedd_engine::{Command as EngineCommand, StepRecord};
-use pagedd_journal::{ControlDb, DbError, Durability, Kept, KeyRow, NewKey, NewTenant, TenantUpdate};
+use pagedd_journal::{
+    ControlDb, DbError, Durability, Kept, KeyRow, NewKey, NewTenant, TenantRow, TenantUpdate,
+};
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{error, info, warn};
 
@@ -25,7 +29,7 @@ use crate::hub::Message;
 use crate::model::Model;
 use crate::recorder::{self, Told};
 use crate::status;
-use crate::tenants::{ENGINE_ANSWER, ShareAmounts, Tenant, TenantShop, Unserved};
+use crate::tenants::{ENGINE_ANSWER, ShareAmounts, Tenant, TenantShop, Unserved, own_retention};
 use crate::worker::ModelState;
 
 /// New requests wait no longer for those of an earlier daemon. Only one that a daemon ended with can take so long.
@@ -67,6 +71,8 @@ pub struct Daemon {
     pub durability: watch::Receiver<Durability>,
     /// Live requests of an earlier daemon, in the order of their admission, until their models are ready.
     pub restored: Vec<Kept>,
+    /// Whether it admits requests.
+    pub drain: DrainState,
 }
 
 /// What the daemon's task is told.
@@ -77,8 +83,8 @@ pub enum Event {
     ModelReady(ModelId),
     /// Its requests of an earlier daemon are in its engine.
     Readmitted(ModelId),
-    /// Nothing more is admitted.
-    Drain,
+    /// The daemon goes down: nothing more is admitted, and what runs may go on for so long.
+    Stopping(Duration),
     /// Every gateway ends; the sender learns when all have.
     Shutdown(oneshot::Sender<()>),
 }
@@ -138,7 +144,7 @@ impl Daemon {
                 Event::Readmitted(model) => {
                     self.of_model(model).for_each(|tenant| tenant.set_readmitting(false));
                 }
-                Event::Drain => self.tenants.values().for_each(|tenant| tenant.set_going(Going::Draining)),
+                Event::Stopping(timeout) => self.stopping(timeout),
                 Event::Shutdown(done) => {
                     let tenants = std::mem::take(&mut self.tenants);
                     for tenant in tenants.values() {
@@ -171,15 +177,19 @@ impl Daemon {
                 })
             }
             Command::KeyRevoke(revoke) => Reply::KeyRevoked(self.revoke_key(revoke).await?),
-            Command::Status => Reply::Status(self.status()),
+            Command::Drain(drain) => Reply::Drain(self.drain(drain).await?),
+            Command::Undrain => Reply::Drain(self.undrain().await?),
+            Command::Status => Reply::Status(self.status().await),
             Command::Metrics => {
-                let text = self.shop.exporter.all(&self.models, &self.tenants, &self.facts).await;
+                let drain = self.drain_info().await;
+                let text = self.shop.exporter.all(&self.models, &self.tenants, &self.facts, &drain).await;
                 Reply::Metrics(MetricsText { text })
             }
         })
     }
 
-    fn status(&self) -> StatusInfo {
+    async fn status(&self) -> StatusInfo {
+        let drain = self.drain_info().await;
         StatusInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
@@ -189,6 +199,7 @@ impl Daemon {
             walls: self.facts.walls.clone(),
             durable: durable(&self.durability.borrow()),
             supervisor: self.facts.supervisor,
+            drain,
             models: self.models.iter().map(|model| status::model(model)).collect(),
             tenants: self.infos(),
         }
@@ -196,9 +207,8 @@ impl Daemon {
 
     /// Every tenant, by name.
     fn infos(&self) -> Vec<TenantInfo> {
-        let address = self.shop.address;
-        let mut infos: Vec<_> = self.tenants.values().map(|tenant| tenant.info(address)).collect();
-        infos.extend(self.unserved.values().map(|tenant| tenant.info(address)));
+        let mut infos: Vec<_> = self.tenants.values().map(|tenant| tenant.info(&self.shop)).collect();
+        infos.extend(self.unserved.values().map(|tenant| tenant.info(&self.shop)));
         infos.sort_by(|a, b| a.name.cmp(&b.name));
         infos
     }
@@ -212,9 +222,9 @@ impl Daemon {
 
     fn shown(&self, name: &str) -> Result<TenantShown, ControlError> {
         if let Some(unserved) = self.unserved.get(name) {
-            return Ok(TenantShown { tenant: unserved.info(self.shop.address) });
+            return Ok(TenantShown { tenant: unserved.info(&self.shop) });
         }
-        Ok(TenantShown { tenant: self.tenant(name)?.info(self.shop.address) })
+        Ok(TenantShown { tenant: self.tenant(name)?.info(&self.shop) })
     }
 
     fn model(&self, name: Option<&str>) -> Result<&Arc<Model>, ControlError> {
@@ -259,6 +269,7 @@ impl Daemon {
             kv_ceiling: share.ceiling.to_string(),
             auth: !spec.no_auth,
             prompt_lookup: spec.prompt_lookup,
+            retention_ms: spec.retention.as_deref().map(retention).transpose()?.flatten(),
         };
         let (record, key) = self
             .db
@@ -290,7 +301,8 @@ impl Daemon {
             return Err(error);
         }
         let tenant = opened?;
-        let info = tenant.info(self.shop.address);
+        let info = tenant.info(&self.shop);
+        self.retain(&tenant.record).await;
         self.tenants.insert(name.clone(), tenant);
         Ok(TenantAdded { tenant: info, key: key.map(|(key, row)| key_created(&key, row, name)) })
     }
@@ -323,6 +335,7 @@ impl Daemon {
 
     async fn set(&mut self, name: &str, changes: TenantChanges) -> Result<TenantShown, ControlError> {
         let tenant = self.tenant(name)?;
+        let changed_retention = changes.retention.as_deref().map(retention).transpose()?;
         let (before, model) = (tenant.share, tenant.model.clone());
         let share = share_amounts(changes.kv_floor.as_deref(), changes.kv_ceiling.as_deref(), Some(before))?;
         self.check_share(Some(name), &model, share)?;
@@ -339,6 +352,7 @@ impl Daemon {
             auth: changes.auth,
             suspended: None,
             prompt_lookup,
+            retention_ms: changed_retention,
         };
         let id = tenant.id();
         let written = self.db.with(move |db| db.update_tenant(id, &update)).await;
@@ -356,7 +370,15 @@ impl Daemon {
         if let Some((_, listener)) = listener {
             tenant.move_to(&self.shop, listener)?;
         }
+        if changed_retention.is_some() {
+            self.retain(&self.tenant(name)?.record).await;
+        }
         self.shown(name)
+    }
+
+    /// Has journal and hub keep a tenant's requests for as long as they are to.
+    async fn retain(&self, record: &TenantRow) {
+        drop(self.shop.recorder.send(Told::Retain(record.id, own_retention(record))).await);
     }
 
     /// What can be said of a share before the pool has a size: a floor above its ceiling, floors of more than everything.
@@ -422,7 +444,7 @@ impl Daemon {
             return Ok(Removed { id: id.0, name, cancelled: live });
         }
         let tenant = self.tenant(&name)?;
-        let (id, info) = (tenant.record.id, tenant.info(self.shop.address));
+        let (id, info) = (tenant.record.id, tenant.info(&self.shop));
         // Those of an earlier daemon may not have come to the engine yet.
         let live = self.live(id).await.max(info.running + info.waiting);
         if live > 0 && !force {
@@ -611,6 +633,19 @@ pub async fn watch_model(model: Arc<Model>, events: mpsc::Sender<Event>, hub: mp
 fn unknown_tenant(name: &str) -> ControlError {
     ControlError::new(ErrorCode::UnknownTenant, format!("no tenant `{name}`"))
         .remedy("`pagedctl tenant list` names them")
+}
+
+/// A retention in milliseconds; `None` is as the configuration says.
+fn retention(text: &str) -> Result<Option<u64>, ControlError> {
+    if text == "default" {
+        return Ok(None);
+    }
+    let refused = |message| ControlError::new(ErrorCode::InvalidRetention, format!("retention: {message}"));
+    let span: Span = text.parse().map_err(|e: SpanError| refused(e.to_string()))?;
+    if span.0 > MAX_RETENTION {
+        return Err(refused(format!("{span} is more than {}", Span(MAX_RETENTION))));
+    }
+    Ok(Some(span.0.as_millis() as u64))
 }
 
 /// Amounts as given, `before` where nothing is given, and everything where there is no before.

@@ -53,7 +53,7 @@ pub struct TenantFacts {
     pub keys: Option<Vec<KeyEntry>>,
     /// Suspended by an operator.
     pub suspended: bool,
-    /// The daemon goes down: first no more is admitted, then everything ends.
+    /// Whether the daemon admits, stays, or goes down.
     pub going: Going,
     /// Why the tenant cannot be served, for example floors that no longer fit.
     pub misfit: Option<String>,
@@ -61,7 +61,7 @@ pub struct TenantFacts {
     pub readmitting: bool,
 }
 
-/// How far the daemon's end has come.
+/// Whether a gateway goes, and the daemon with it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Going {
     /// It stays.
@@ -324,7 +324,7 @@ impl GatewayTask {
                     continue;
                 }
                 ToDaemon::Attach { request, from } => Message::Attach(connection, RequestId(request), from),
-                ToDaemon::Detach { request } => Message::Detach(connection, RequestId(request)),
+                ToDaemon::Detach { request, done } => Message::Detach(connection, RequestId(request), done),
                 ToDaemon::Cancel { request } => Message::Cancel(connection, RequestId(request)),
                 ToDaemon::Stop { request, choice } => Message::Stop(connection, RequestId(request), choice),
             };
@@ -340,7 +340,10 @@ impl GatewayTask {
         ticket: u64,
         request: Request,
     ) -> Result<Option<RequestId>, Refusal> {
-        if let Some(closed) = self.closed(&self.facts.borrow(), &self.model.state.borrow()) {
+        // Of a daemon that drains, what was made before can be asked for again.
+        let may_be_known = request.idempotency.is_some();
+        let closed = self.closed(&self.facts.borrow(), &self.model.state.borrow());
+        if let Some(closed) = closed.filter(|closed| *closed != Closed::Draining || !may_be_known) {
             return Err(Refusal::Closed(closed));
         }
         if let Some(model) = self.model.state.borrow().model() {
@@ -361,7 +364,11 @@ impl GatewayTask {
             }
         }
         fail_point!("before-submit");
-        let put = self.put(connection, ticket, request, idempotency.zip(held)).map(|()| None);
+        let put = if self.facts.borrow().going > Going::Not {
+            Err(Refusal::Closed(Closed::Draining))
+        } else {
+            self.put(connection, ticket, request, idempotency.zip(held)).map(|()| None)
+        };
         fail_point!("after-submit");
         put
     }
@@ -423,7 +430,7 @@ impl GatewayTask {
         let closed = self.closed(&self.facts.borrow(), &self.model.state.borrow());
         let reason = closed.map(|closed| match closed {
             Closed::Suspended => "the tenant is suspended".to_owned(),
-            Closed::Draining => "the daemon is going down".to_owned(),
+            Closed::Draining => "the daemon is being drained".to_owned(),
             Closed::Loading => "the model is loading".to_owned(),
             Closed::Failed(error) => error,
         });

@@ -25,8 +25,12 @@ use tracing::{debug, warn};
 
 use crate::convert;
 use crate::recorder::{Hold, Lookup, Recorder, Told, unix};
+use crate::retention::Retentions;
 
+mod keeping;
 mod unserved;
+
+pub use keeping::Load;
 
 /// Messages that may wait for the hub. The recorder waits where it is full, and engines behind it: tokens would not be visible anyway.
 pub const INBOX: usize = 1024;
@@ -105,8 +109,8 @@ pub enum Message {
     Down(ConnectionId),
     /// A gateway wants a request's entries from a cursor on.
     Attach(ConnectionId, RequestId, u64),
-    /// A gateway wants no more of it.
-    Detach(ConnectionId, RequestId),
+    /// A gateway wants no more of it; whether nobody is expected to come back for it, should it have ended.
+    Detach(ConnectionId, RequestId, bool),
     /// The client left.
     Cancel(ConnectionId, RequestId),
     /// A choice's text is complete.
@@ -123,6 +127,14 @@ pub enum Message {
     Found(Lookup, Option<Box<Kept>>),
     /// All that is live, and what ended while nothing could be written.
     Snapshot(oneshot::Sender<Snapshot>),
+    /// How long a tenant's requests are kept after their end; `None` is as long as others'.
+    Retain(TenantId, Option<Duration>),
+    /// Requests that are kept no longer, before the journal's time for them is over, since this was asked last.
+    Spent(oneshot::Sender<Vec<RequestId>>),
+    /// What is under way.
+    Load(oneshot::Sender<Load>),
+    /// The daemon ends: whoever reads no more may come back to the next one. Nothing is cancelled for it from here on.
+    Hold,
     /// What was counted so far.
     Counters(oneshot::Sender<BTreeMap<TenantId, Counters>>),
 }
@@ -161,6 +173,8 @@ struct Log {
     cancel_waits: bool,
     /// The engine was told to cancel it.
     cancelled: bool,
+    /// It has ended, and nobody is expected to come back for it.
+    settled: bool,
     /// Of an earlier daemon, and its engine does not have it yet: choices that are to be stopped once it does.
     awaits: Option<Vec<u32>>,
     /// When it ended, in seconds since 1970.
@@ -188,6 +202,7 @@ impl Log {
             reader: Reader::None { since: Instant::now() },
             cancel_waits: false,
             cancelled: false,
+            settled: false,
             awaits: None,
             ended: None,
         }
@@ -253,6 +268,9 @@ pub struct Hub {
     ends: HashMap<TenantId, VecDeque<Instant>>,
     finished: BTreeMap<TenantId, FinishedLogs>,
     finished_bytes: usize,
+    retentions: Retentions,
+    /// What the journal is to delete before its time.
+    spent: Vec<RequestId>,
 }
 
 impl Hub {
@@ -274,6 +292,8 @@ impl Hub {
             ends: HashMap::new(),
             finished: BTreeMap::new(),
             finished_bytes: 0,
+            retentions: Retentions::new(limits.retention, limits.reattach_grace),
+            spent: Vec::new(),
         }
     }
 
@@ -338,8 +358,9 @@ impl Hub {
             }
             Message::Down(connection) => self.down(connection),
             Message::Attach(connection, request, from) => self.attach(connection, request, from),
-            Message::Detach(connection, request) => {
+            Message::Detach(connection, request, done) => {
                 if let Some(log) = self.read_by(connection, request) {
+                    log.settled |= done && log.ended.is_some();
                     log.reader = Reader::None { since: Instant::now() };
                 }
                 if let Some(connection) = self.connections.get_mut(&connection) {
@@ -358,7 +379,13 @@ impl Hub {
                 self.finished_bytes -= self.finished.remove(&tenant).map_or(0, |logs| logs.bytes);
                 self.counters.remove(&tenant);
                 self.ends.remove(&tenant);
+                self.retentions.set(tenant, None);
             }
+            Message::Retain(tenant, own) => self.retentions.set(tenant, own),
+            Message::Hold => self.hold(),
+            // Who asked for these is there, or the daemon ends.
+            Message::Spent(answer) => drop(answer.send(std::mem::take(&mut self.spent))),
+            Message::Load(answer) => drop(answer.send(self.load())),
             Message::Readmitted(request) => self.readmitted(request),
             Message::ModelFailed(model) => self.model_failed(model),
             // An operator who went away does not want the answer.
@@ -676,23 +703,8 @@ impl Hub {
         Some((ended, request))
     }
 
-    /// Drops the log that finished first of a tenant's.
-    fn drop_oldest(&mut self, tenant: TenantId) {
-        let Some(logs) = self.finished.get_mut(&tenant) else { return };
-        if let Some((_, request, bytes)) = logs.order.pop_front() {
-            self.logs.remove(&request);
-            logs.bytes -= bytes;
-            self.finished_bytes -= bytes;
-        }
-        if logs.order.is_empty() {
-            self.finished.remove(&tenant);
-        }
-    }
-
     /// Drops logs past their retention, and cancels what nobody reads any more.
     fn expire(&mut self, now: Instant) {
-        // Whoever asked for it must have had the time to attach.
-        let retention = self.limits.retention.max(LEAST_KEPT);
         let most_bytes = match *self.durability.borrow() {
             Durability::Durable => FINISHED_BYTES,
             // The journal has no other copy.
@@ -700,18 +712,13 @@ impl Hub {
         };
         let tenants: Vec<TenantId> = self.finished.keys().copied().collect();
         for tenant in tenants {
-            while let Some((ended, request)) = self.oldest(tenant)
-                && now.duration_since(ended) >= retention
-                && !self.is_read(request)
-            {
-                self.drop_oldest(tenant);
-            }
+            self.expire_finished(tenant, now);
         }
         while self.finished_bytes > most_bytes
             && let Some((&most, _)) = self.finished.iter().max_by_key(|(_, logs)| logs.bytes)
             && self.oldest(most).is_some_and(|(_, request)| !self.is_read(request))
         {
-            self.drop_oldest(most);
+            self.drop_finished(most, 0);
         }
         let grace = self.limits.reattach_grace;
         let orphans: Vec<(ModelId, RequestId)> = self

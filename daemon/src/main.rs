@@ -7,7 +7,8 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`start`] | from the command line to a running daemon, and its end |
+//! | [`start`] | from the command line to a running daemon |
+//! | [`drain`] | the end of admission, and of the daemon |
 //! | [`daemon`] | the task that owns tenants and control.db, and carries out admin commands |
 //! | [`admin`] | the admin socket |
 //! | [`tenants`] | one tenant: port, share, keys, gateway |
@@ -15,6 +16,7 @@
 //! | [`template`] | a model's template process, which forks gateways |
 //! | [`recorder`] | the journal's thread: durable, then visible |
 //! | [`hub`] | delivery: request logs, attachments, cursors |
+//! | [`retention`] | how long what has ended is kept |
 //! | [`model`] | one model: its engine's thread |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
 //! | [`arenas`] | what workers leave behind: arenas, the ledger of the KV arena, the last writer |
@@ -27,6 +29,7 @@ mod backoff;
 mod child;
 mod convert;
 mod daemon;
+mod drain;
 mod gateway;
 mod hub;
 mod metrics;
@@ -34,6 +37,7 @@ mod model;
 #[cfg(feature = "failpoints")]
 mod points;
 mod recorder;
+mod retention;
 mod settings;
 mod start;
 mod status;

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use pagedd_control::{DrainInfo, DrainState};
 use pagedd_core::{Blocks, FinishReason, TenantId};
 use pagedd_engine::EngineStats;
 use pagedd_journal::Durability;
@@ -148,6 +149,7 @@ impl Exporter {
         models: &[Arc<Model>],
         tenants: &BTreeMap<String, Tenant>,
         facts: &Facts,
+        drain: &DrainInfo,
     ) -> String {
         let counters = self.counters().await;
         let mut families = Families::default();
@@ -174,6 +176,7 @@ impl Exporter {
             &none,
             u8::from(full),
         );
+        admission(&mut families, drain);
         for model in models {
             let stats = model.stats.borrow().clone();
             let view = View {
@@ -196,6 +199,24 @@ impl Exporter {
         }
         families.render()
     }
+}
+
+/// Whether the daemon admits requests, and what is under way.
+fn admission(families: &mut Families, drain: &DrainInfo) {
+    let none = Labels::new();
+    let (draining, deadline) = match drain.state {
+        DrainState::Admitting => (0, None),
+        DrainState::Draining { deadline_unix, .. } => (1, deadline_unix),
+        DrainState::Stopping { deadline_unix, .. } => (1, Some(deadline_unix)),
+    };
+    families.gauge("pagedd_draining", "Whether new requests of all tenants are refused.", &none, draining);
+    let help = "Until when a drain is waited for, in seconds since 1970; NaN without a limit.";
+    let deadline = deadline.map_or(f64::NAN, |unix| unix as f64);
+    families.gauge("pagedd_drain_deadline_seconds", help, &none, deadline);
+    let help = "Requests that were accepted and have not ended.";
+    families.gauge("pagedd_requests_live", help, &none, drain.requests);
+    let help = "Requests that a client reads at this moment.";
+    families.gauge("pagedd_streams_open", help, &none, drain.streams);
 }
 
 /// Numbers of a tenant that the engine does not know yet.

@@ -19,8 +19,7 @@ use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, InboxFull, Placed, StepRecord};
 use pagedd_journal::{
-    Admission, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, Now, Record,
-    Retention, Step,
+    Admission, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, Now, Record, Step,
 };
 use pagedd_sched::AdmitError;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -28,6 +27,7 @@ use tracing::{error, info, warn};
 
 use crate::convert;
 use crate::hub::{ConnectionId, Message, Ticket};
+use crate::retention::Retentions;
 
 /// What may wait for the recorder. An engine that finds it full waits: its tokens would not be visible anyway.
 const INBOX: usize = 1024;
@@ -75,6 +75,8 @@ pub enum Told {
     Replayed(RequestId, Placed),
     /// The tenant was removed: nothing of it is kept.
     Forget(TenantId),
+    /// How long a tenant's requests are kept after their end; `None` is as long as others'.
+    Retain(TenantId, Option<Duration>),
     /// Nothing more comes; the answer comes once everything is on disk.
     Sync(oneshot::Sender<()>),
 }
@@ -175,7 +177,7 @@ pub fn live(db: &mut JournalDb, tenants: &[TenantId]) -> Result<Found, pagedd_jo
 /// The system refuses a thread.
 pub fn start(
     writer: JournalWriter,
-    retention: Retention,
+    retention: Retentions,
     hub: mpsc::Sender<Message>,
 ) -> io::Result<Recorder> {
     let (inbox, told) = mpsc::channel(INBOX);
@@ -268,7 +270,7 @@ struct Work {
     writer: JournalWriter,
     hub: mpsc::Sender<Message>,
     durability: watch::Sender<Durability>,
-    retention: Retention,
+    retention: Retentions,
     /// When something may be kept no longer.
     expire_at: Option<Instant>,
     /// Idempotency keys whose requests are being admitted, with digests of their bodies, as long as somebody holds them.
@@ -450,7 +452,14 @@ impl Work {
                 }
                 self.claims.retain(|(of, _), _| *of != tenant);
                 self.lost_keys.retain(|(of, _), _| *of != tenant);
+                self.retention.set(tenant, None);
                 drop(self.hub.send(Message::Forget(tenant)).await);
+            }
+            Told::Retain(tenant, own) => {
+                self.retention.set(tenant, own);
+                let soon = Instant::now() + self.expire_every();
+                self.expire_at = self.expire_at.map(|at| at.min(soon));
+                drop(self.hub.send(Message::Retain(tenant, own)).await);
             }
             Told::Sync(answer) => {
                 if self.writer.durability() != Durability::Durable {
@@ -517,7 +526,10 @@ impl Work {
             self.snapshot().await;
         }
         if self.expire_at.is_some_and(|at| at <= Instant::now()) {
-            let expired = self.writer.expire(&self.retention, now());
+            let (answer, spent) = oneshot::channel();
+            drop(self.hub.send(Message::Spent(answer)).await);
+            self.writer.delete_ended(&spent.await.unwrap_or_default(), now());
+            let expired = self.writer.expire(&self.retention.of_journal(), now());
             let keeps = self.writer.db().keeps_ended().unwrap_or(true);
             let wait = if expired.more { Duration::ZERO } else { self.expire_every() };
             self.expire_at = keeps.then(|| Instant::now() + wait);
@@ -545,7 +557,7 @@ impl Work {
 
     fn expire_every(&self) -> Duration {
         let (least, most) = EXPIRE_EVERY;
-        Duration::from_secs(self.retention.seconds / 10).clamp(least, most)
+        (self.retention.shortest() / 10).clamp(least, most)
     }
 
     fn sync(&mut self) {

@@ -1,4 +1,4 @@
-//! From the command line to a running daemon, and its end.
+//! From the command line to a running daemon, and what ends it.
 //!
 //! The order of a start: configuration → keeper (without systemd) → lock → control.db, journal.db → ports → models → admin socket. What can
 //! fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound.
@@ -8,48 +8,43 @@ use std::io::IsTerminal;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use std::{fmt, fs};
 
 use anyhow::Context;
 use clap::Parser;
 use pagedd_config::{ComputeDtype, Config, ConfigError, Fsync, KvDtype, LogFormat, Overrides};
-use pagedd_control::{Supervisor, Walls};
+use pagedd_control::{DrainState, Supervisor, Walls};
 use pagedd_core::{ModelId, TenantId};
-use pagedd_engine::Command as EngineCommand;
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::identity::Identities;
 use pagedd_host::lock::StateLock;
 use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
-use pagedd_journal::{ControlDb, DbError, JournalWriter, Retention};
+use pagedd_journal::{ControlDb, DbError, JournalWriter};
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 
 use crate::admin::AdminSocket;
-use crate::daemon::{Daemon, Db, Event, Facts, watch_model};
-use crate::gateway::GatewayLimits;
+use crate::daemon::{Daemon, Db, Facts, watch_model};
+use crate::drain::Ending;
+use crate::gateway::{GatewayLimits, Going};
 use crate::hub::{self, Hub};
 use crate::metrics::Exporter;
 use crate::model::{self, Model, Surroundings};
-use crate::recorder::{self, Told};
-use crate::tenants::{ShareAmounts, TenantShop, Unserved};
+use crate::recorder;
+use crate::retention::Retentions;
+use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
 
-/// Longest wait for running requests once the daemon is told to end.
-const DRAIN: Duration = Duration::from_secs(10);
 /// What `fsync: interval` means: the loss of power costs at most so much.
 const SYNC_EVERY: Duration = Duration::from_secs(1);
-/// What finished requests may take on disk. Beyond it the oldest of the tenant that has most go before their time.
-const JOURNAL_BYTES: u64 = 1 << 30;
-/// Longest wait for engines and gateways to end.
-const END: Duration = Duration::from_secs(10);
 
 const AFTER_HELP: &str = "\
 Exit codes:
@@ -245,15 +240,16 @@ async fn serve(
         pagedd_host::walls::Walls::Reduced(reason) => Walls::Reduced { reason: reason.to_string() },
     };
     let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
-    let known: Vec<TenantId> =
-        db.tenants().map_err(|e| state_failure(&e))?.into_iter().map(|tenant| tenant.id).collect();
+    let records = db.tenants().map_err(|e| state_failure(&e))?;
+    let known: Vec<TenantId> = records.iter().map(|tenant| tenant.id).collect();
+    let own_retentions: Vec<(TenantId, Duration)> =
+        records.iter().filter_map(|tenant| Some((tenant.id, own_retention(tenant)?))).collect();
     let recorder::Found { live: restored, set_aside } =
         recorder::live(journal.db(), &known).map_err(|e| state_failure(&e))?;
-    let retention = Retention {
-        seconds: config.retention.as_secs(),
-        per_tenant: BTreeMap::new(),
-        max_bytes: JOURNAL_BYTES,
-    };
+    let mut retention = Retentions::new(config.retention, config.reattach_grace);
+    for (tenant, own) in &own_retentions {
+        retention.set(*tenant, Some(*own));
+    }
     let recorder = recorder::start(journal, retention, hub_sender.clone()).context("the journal's thread")?;
     let exporter = Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside);
     let identities = (pagedd_host::peer::own_uid() == 0)
@@ -272,10 +268,11 @@ async fn serve(
             header_timeout_ms: config.gateway.header_timeout.as_millis() as u32,
             idle_timeout_ms: config.gateway.idle_timeout.as_millis() as u32,
         },
+        going: Going::Not,
+        retention: config.retention,
         identities,
     };
     // Every port is bound before anything is loaded: a port that is taken must not cost minutes to find out.
-    let records = db.tenants().map_err(|e| state_failure(&e))?;
     let (records, without_model): (Vec<_>, Vec<_>) = records
         .into_iter()
         .partition(|record| config.models.iter().any(|model| model.name.as_str() == record.model));
@@ -311,6 +308,9 @@ async fn serve(
     let limits = hub::Limits { retention: config.retention, reattach_grace: config.reattach_grace };
     let engines = models.iter().map(|model| model.engine.clone()).collect();
     let mut hub = Hub::new(limits, engines, &recorder);
+    for (tenant, own) in &own_retentions {
+        hub.retain(*tenant, Some(*own));
+    }
     for kept in &restored {
         let model = models.iter().find(|model| model.name == kept.admission.saved.model);
         hub.restore(model.map(|model| model.id), kept.clone());
@@ -364,24 +364,39 @@ async fn serve(
         events: events.downgrade(),
         durability: recorder.durability.clone(),
         restored,
+        drain: DrainState::Admitting,
     };
     tokio::spawn(daemon.run(inbox));
     let admin = tokio::spawn(socket.run(events.clone()));
     notify::ready().context("telling the supervisor")?;
     info!(version = env!("CARGO_PKG_VERSION"), admin = %config.admin_socket.display(), models = models.len(), "pagedd runs");
 
-    let gone = keeper_gone(lifeline);
-    tokio::select! {
-        _ = terminate.recv() => info!("SIGTERM: draining"),
-        _ = interrupt.recv() => info!("SIGINT: draining"),
-        () = gone => warn!("the keeper is gone: draining"),
-    }
-    if let Err(error) = notify::stopping() {
-        warn!(%error, "the supervisor does not know that this is the end");
-    }
-    end(&events, &models, threads).await;
-    let (synced, answer) = oneshot::channel();
-    tell_recorder(&recorder.inbox, Told::Sync(synced), answer).await;
+    let mut gone = pin!(keeper_gone(lifeline));
+    let timeout = tokio::select! {
+        _ = terminate.recv() => {
+            info!("SIGTERM: draining");
+            config.drain_timeout
+        }
+        _ = interrupt.recv() => {
+            info!("SIGINT: draining");
+            config.drain_timeout
+        }
+        () = &mut gone => {
+            // Whoever starts the next keeper must not find ports and state directory taken.
+            warn!("the keeper is gone: the end");
+            Duration::ZERO
+        }
+    };
+    let hurry = async {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+            () = gone, if timeout > Duration::ZERO => {}
+        }
+    };
+    let ending =
+        Ending { events: &events, hub: &hub_sender, recorder: &recorder.inbox, models: &models, threads };
+    ending.run(timeout, hurry).await;
     admin.abort();
     info!("pagedd ended");
     Ok(())
@@ -405,61 +420,5 @@ async fn keeper_gone(lifeline: Option<OwnedFd>) {
         drop(pipe.read_u8().await);
     } else {
         std::future::pending::<()>().await;
-    }
-}
-
-/// Drains, then ends gateways, engines and workers, each within a bound.
-async fn end(events: &mpsc::Sender<Event>, models: &[Arc<Model>], threads: Vec<JoinHandle<()>>) {
-    tell(events, Event::Drain).await;
-    let busy = |model: &Arc<Model>| {
-        let stats = model.stats.borrow();
-        stats.scheduler.running() + stats.scheduler.waiting() > 0
-    };
-    let drained = Instant::now();
-    while models.iter().any(busy) && drained.elapsed() < DRAIN {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    let left: u32 = models
-        .iter()
-        .map(|m| m.stats.borrow().scheduler.running() + m.stats.borrow().scheduler.waiting())
-        .sum();
-    if left > 0 {
-        warn!(sequences = left, "not finished in time; their streams end with an event that says so");
-    }
-    let (sender, done) = oneshot::channel();
-    tell(events, Event::Shutdown(sender)).await;
-    if tokio::time::timeout(END, done).await.is_err() {
-        warn!("gateways did not end in time");
-    }
-    for model in models {
-        drop(model.engine.send(EngineCommand::Stop));
-    }
-    let joined = tokio::task::spawn_blocking(move || {
-        for thread in threads {
-            if thread.join().is_err() {
-                error!("an engine's thread panicked");
-            }
-        }
-    });
-    if tokio::time::timeout(END, joined).await.is_err() {
-        warn!("engines did not end in time");
-    }
-}
-
-/// Waits until the journal is on disk, within a bound: what is lost otherwise is a second at most, and that only with the power.
-async fn tell_recorder(recorder: &mpsc::Sender<Told>, told: Told, answer: oneshot::Receiver<()>) {
-    let synced = async {
-        recorder.send(told).await.ok()?;
-        answer.await.ok()
-    };
-    if !matches!(tokio::time::timeout(END, synced).await, Ok(Some(()))) {
-        warn!("the journal was not synced in time");
-    }
-}
-
-/// Tells the daemon's task, unless too many orders wait before it for too long.
-async fn tell(events: &mpsc::Sender<Event>, event: Event) {
-    if tokio::time::timeout(END, events.send(event)).await.is_err() {
-        warn!("admin commands take too long");
     }
 }

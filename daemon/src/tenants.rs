@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use pagedd_config::Amount;
+use pagedd_config::{Amount, Span};
 use pagedd_control::{
     ControlError, ErrorCode, GatewayInfo, GatewayState as ShownGateway, ShareInfo, TenantInfo, TenantState,
 };
@@ -73,7 +73,7 @@ impl Unserved {
     }
 
     /// As `pagedctl` shows it.
-    pub fn info(&self, address: IpAddr) -> TenantInfo {
+    pub fn info(&self, shop: &TenantShop) -> TenantInfo {
         let TenantRow {
             id, name, port, model, kv_floor, kv_ceiling, auth, created_unix, prompt_lookup, ..
         } = &self.record;
@@ -83,7 +83,7 @@ impl Unserved {
             name: name.clone(),
             state: TenantState::Failed { error: error.clone() },
             port: *port,
-            url: format!("http://{}", SocketAddr::new(address, *port)),
+            url: format!("http://{}", SocketAddr::new(shop.address, *port)),
             model: model.clone(),
             auth: *auth,
             keys: self.keys,
@@ -96,6 +96,7 @@ impl Unserved {
                 cached_blocks: 0,
             },
             prompt_lookup: prompt_lookup.unwrap_or(true),
+            retention: shop.retention(&self.record).to_string(),
             running: 0,
             waiting: 0,
             gateway: GatewayInfo { state: ShownGateway::Failed { error }, pid: None, restarts: 0 },
@@ -139,6 +140,10 @@ pub struct TenantShop {
     pub exporter: Exporter,
     /// Limits of every gateway.
     pub limits: GatewayLimits,
+    /// How a gateway that is started now stands: a drain holds for those that come later, too.
+    pub going: Going,
+    /// How long requests are kept after their end, of tenants that have no time of their own.
+    pub retention: Duration,
     /// Gives every gateway a user of its own; `None` where the daemon may not choose.
     pub identities: Option<Mutex<Identities>>,
 }
@@ -186,6 +191,11 @@ impl TenantShop {
         }
     }
 
+    /// How long a tenant's requests are kept after their end.
+    fn retention(&self, record: &TenantRow) -> Span {
+        Span(own_retention(record).unwrap_or(self.retention))
+    }
+
     fn identities(&self) -> Option<std::sync::MutexGuard<'_, Identities>> {
         // The lock is held for a look-up only, and nothing under it panics.
         self.identities.as_ref().map(|identities| identities.lock().unwrap_or_else(PoisonError::into_inner))
@@ -220,7 +230,7 @@ impl TenantShop {
         let facts = watch::Sender::new(TenantFacts {
             keys: key_entries(&record, &keys),
             suspended: record.suspended,
-            going: Going::Not,
+            going: self.going,
             misfit: None,
             readmitting: false,
         });
@@ -243,6 +253,11 @@ impl TenantShop {
         let task = tokio::spawn(task.run());
         Ok(Tenant { record, keys, model: model.clone(), share, identity, listener, facts, gateway, task })
     }
+}
+
+/// How long a tenant's requests are kept after their end, where it has a time of its own.
+pub fn own_retention(record: &TenantRow) -> Option<Duration> {
+    record.retention_ms.map(Duration::from_millis)
 }
 
 fn listener_name(tenant: TenantId) -> String {
@@ -355,7 +370,7 @@ impl Tenant {
     }
 
     /// As `pagedctl` shows it.
-    pub fn info(&self, address: IpAddr) -> TenantInfo {
+    pub fn info(&self, shop: &TenantShop) -> TenantInfo {
         let (gateway, starts) = self.gateway.borrow().clone();
         let facts = self.facts.borrow();
         let stats = self.model.stats.borrow();
@@ -366,6 +381,8 @@ impl Tenant {
             TenantState::Failed { error: error.clone() }
         } else if facts.suspended {
             TenantState::Suspended
+        } else if facts.going > Going::Not {
+            TenantState::Draining
         } else {
             match (&*model_state, &gateway) {
                 (ModelState::Failed { error }, _) | (_, GatewayState::Failed(error)) => {
@@ -391,7 +408,7 @@ impl Tenant {
             name: self.record.name.clone(),
             state,
             port: self.record.port,
-            url: format!("http://{}", SocketAddr::new(address, self.record.port)),
+            url: format!("http://{}", SocketAddr::new(shop.address, self.record.port)),
             model: self.model.name.clone(),
             auth: self.record.auth,
             keys: self.keys.iter().filter(|key| key.revoked_unix.is_none()).count() as u32,
@@ -404,6 +421,7 @@ impl Tenant {
                 cached_blocks: numbers.map_or(0, |n| n.cached.0),
             },
             prompt_lookup: self.record.prompt_lookup.unwrap_or(self.model.config.prompt_lookup),
+            retention: shop.retention(&self.record).to_string(),
             running: numbers.map_or(0, |n| n.running),
             waiting: numbers.map_or(0, |n| n.waiting),
             gateway: GatewayInfo { state: shown, pid, restarts },

@@ -7,7 +7,7 @@ use std::fs::{self, File, OpenOptions, Permissions};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::Duration;
 
@@ -66,9 +66,14 @@ pub fn smollm2_f32_yaml() -> String {
 }
 
 /// A configuration with one model; `options` are further lines of it, indented by four blanks after the first.
+///
+/// Its daemon waits for what runs no longer than [`DRAIN`] when it is told to end: tests that are about it replace that line.
 pub fn model_yaml(name: &str, path: &Path, options: &str) -> String {
-    format!("models:\n  {name}:\n    path: {}\n    {options}\n", path.display())
+    format!("{DRAIN}models:\n  {name}:\n    path: {}\n    {options}\n", path.display())
 }
+
+/// The line of a configuration that says how long running requests may go on at the end.
+pub const DRAIN: &str = "drain_timeout: 2s\n";
 
 /// A place for a daemon: configuration and state directory. No process.
 #[derive(Debug)]
@@ -411,6 +416,14 @@ impl Daemon {
     /// Adds a tenant of one model.
     #[track_caller]
     pub fn add_tenant_of(&self, model: &str, name: &str, floor: &str, ceiling: &str) -> Tenant {
+        let tenant = self.add_unready_tenant(model, name, floor, ceiling);
+        wait::until("the tenant's port is ready", START, || tenant.http.get("/readyz").status == 200);
+        tenant
+    }
+
+    /// The same, and does not wait until its port is ready.
+    #[track_caller]
+    pub fn add_unready_tenant(&self, model: &str, name: &str, floor: &str, ceiling: &str) -> Tenant {
         let [port] = free_ports();
         let port_text = port.to_string();
         let arguments = [
@@ -428,9 +441,7 @@ impl Daemon {
         ];
         let answer = self.ask(&arguments);
         let key = answer["key"]["key"].as_str().unwrap_or_else(|| panic!("no key: {answer}")).to_owned();
-        let tenant = Tenant { name: name.to_owned(), port, http: Client::new(port, Some(&key)), key };
-        wait::until("the tenant's port is ready", START, || tenant.http.get("/readyz").status == 200);
-        tenant
+        Tenant { name: name.to_owned(), port, http: Client::new(port, Some(&key)), key }
     }
 
     /// Waits until no request runs or waits.
@@ -447,21 +458,31 @@ impl Daemon {
     /// # Panics
     /// It does not end, or with another code than 0, or leaves a process behind.
     #[track_caller]
-    pub fn stop(mut self) -> Site {
+    pub fn stop(self) -> Site {
         let processes = self.processes();
-        let status = self.signal_and_wait(Signal::SIGTERM);
-        assert_eq!(status.code(), Some(0), "{status}\n{}", self.site().log_text());
-        wait::until("every process ends with the daemon", STOP, || !processes.iter().any(Process::lives));
-        self.site.take().expect("a running daemon has a place")
+        self.signal(Signal::SIGTERM);
+        self.ended(&processes)
     }
 
-    #[track_caller]
-    fn signal_and_wait(&mut self, signal: Signal) -> ExitStatus {
+    /// Sends a signal to the process that the test started.
+    pub fn signal(&self, signal: Signal) {
         if let Some(process) = Process::find(self.root()) {
             send(&process, signal);
         }
-        let ended = wait::within(STOP, || self.child.try_wait().expect("wait for pagedd"));
-        ended.unwrap_or_else(|| panic!("pagedd runs on {STOP:?} after {signal}\n{}", self.site().log_text()))
+    }
+
+    /// Waits for the end of a daemon that was told to end; the place is kept. `processes` are those it had before.
+    ///
+    /// # Panics
+    /// It does not end, or with another code than 0, or leaves a process behind.
+    #[track_caller]
+    pub fn ended(mut self, processes: &[Process]) -> Site {
+        let status = wait::within(STOP, || self.child.try_wait().expect("wait for pagedd"));
+        let status =
+            status.unwrap_or_else(|| panic!("pagedd runs on for {STOP:?}\n{}", self.site().log_text()));
+        assert_eq!(status.code(), Some(0), "{status}\n{}", self.site().log_text());
+        wait::until("every process ends with the daemon", STOP, || !processes.iter().any(Process::lives));
+        self.site.take().expect("a running daemon has a place")
     }
 }
 

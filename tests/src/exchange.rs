@@ -17,7 +17,8 @@ const PATIENCE: Duration = Duration::from_secs(90);
 /// Between two tries, at first and at most.
 const PAUSES: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(200)];
 /// Refusals that pass.
-const PASSING: [&str; 6] = ["starting", "shutting_down", "loading", "overloaded", "no_answer", "queue_full"];
+const PASSING: [&str; 7] =
+    ["starting", "shutting_down", "draining", "loading", "overloaded", "no_answer", "queue_full"];
 
 /// A request under way.
 #[derive(Debug)]
@@ -189,7 +190,10 @@ impl<'a> Exchange<'a> {
                 break;
             }
             let said: Value = serde_json::from_str(&event.data).map_err(|e| format!("{e}: {event:?}"))?;
-            if said["error"]["code"] == "shutting_down" {
+            if event.name.as_deref() == Some("detached") {
+                if said["detached"]["last_event_id"] != self.last {
+                    return Err(format!("after the event {} came {event:?}", self.last));
+                }
                 self.events = None;
                 self.broken += 1;
                 continue;

@@ -1,6 +1,6 @@
 //! `pagedctl tenant add`.
 
-use super::{Switch, amount, name, port};
+use super::{Switch, amount, name, port, retention};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
@@ -31,6 +31,9 @@ pub struct Args {
     /// Whether its sequences guess what they say next, several tokens in one step [default: as the model's configuration says]
     #[arg(long)]
     prompt_lookup: Option<Switch>,
+    /// How long its requests are kept after their end, for example 10m, or 0s [default: as the configuration says]
+    #[arg(long, value_name = "SPAN")]
+    retention: Option<String>,
 }
 
 /// The tenant, its key and a line to try it with.
@@ -44,6 +47,7 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         kv_ceiling: amount("--kv-ceiling", args.kv_ceiling.as_deref())?,
         no_auth: args.no_auth,
         prompt_lookup: args.prompt_lookup.map(bool::from),
+        retention: retention(args.retention.as_deref())?,
     };
     context.ask(Command::TenantAdd(spec), |reply| match reply {
         Reply::TenantAdded(added) => Some(render(added)),

@@ -10,7 +10,7 @@ pub mod suspend;
 
 use crate::failure::Failure;
 use clap::ValueEnum;
-use pagedd_config::{Amount, TenantName};
+use pagedd_config::{Amount, MAX_RETENTION, Span, SpanError, TenantName};
 
 /// The value of a switch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -36,6 +36,22 @@ fn amount(option: &str, text: Option<&str>) -> Result<Option<String>, Failure> {
     let read =
         |text: &str| text.parse::<Amount>().map_err(|error| Failure::usage(format!("{option}: {error}")));
     Ok(text.map(read).transpose()?.map(|amount| amount.to_string()))
+}
+
+/// A retention in its usual form, checked before the daemon is asked.
+fn retention(text: Option<&str>) -> Result<Option<String>, Failure> {
+    let refused = |error: String| Failure::usage(format!("--retention: {error}"));
+    let read = |text: &str| {
+        if text == "default" {
+            return Ok(text.to_owned());
+        }
+        let span: Span = text.parse().map_err(|error: SpanError| refused(error.to_string()))?;
+        if span.0 > MAX_RETENTION {
+            return Err(refused(format!("{span} is more than {}", Span(MAX_RETENTION))));
+        }
+        Ok(span.to_string())
+    };
+    text.map(read).transpose()
 }
 
 /// A port that can be bound.

@@ -1,6 +1,6 @@
 //! `pagedctl tenant set`.
 
-use super::{Switch, amount, name, port};
+use super::{Switch, amount, name, port, retention};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
@@ -26,6 +26,9 @@ pub struct Args {
     /// Whether its sequences guess what they say next, several tokens in one step
     #[arg(long)]
     prompt_lookup: Option<Switch>,
+    /// How long its requests are kept after their end, for example 10m, or 0s; `default` is what the configuration says
+    #[arg(long, value_name = "SPAN")]
+    retention: Option<String>,
 }
 
 /// The tenant as it is then.
@@ -36,12 +39,15 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         kv_ceiling: amount("--kv-ceiling", args.kv_ceiling.as_deref())?,
         auth: args.auth.map(bool::from),
         prompt_lookup: args.prompt_lookup.map(bool::from),
+        retention: retention(args.retention.as_deref())?,
     };
     let name = name(&args.name)?;
     if changes.is_empty() {
         return Err(Failure::Usage {
             message: format!("nothing to change about `{name}`"),
-            hint: Some("give --port, --kv-floor, --kv-ceiling, --auth or --prompt-lookup".to_owned()),
+            hint: Some(
+                "give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup or --retention".to_owned(),
+            ),
         });
     }
     context.ask(Command::TenantSet(TenantSet { name, changes }), |reply| match reply {

@@ -15,6 +15,9 @@ use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+/// Longest that finished requests may be kept, for all tenants or for one.
+pub const MAX_RETENTION: Duration = Duration::from_hours(30 * 24);
+
 /// Most bytes of a configuration that are read.
 const MAX_FILE: u64 = 1 << 20;
 
@@ -44,6 +47,8 @@ pub struct Config {
     pub retention: Duration,
     /// How long a request runs on that nobody is attached to.
     pub reattach_grace: Duration,
+    /// How long running requests may go on once the daemon is told to end.
+    pub drain_timeout: Duration,
     /// The models, in the file's order: [`pagedd_core::ModelId`] is the place in here.
     pub models: Vec<Model>,
 }
@@ -240,6 +245,7 @@ impl Source<'_> {
             fsync,
             retention,
             reattach_grace,
+            drain_timeout,
             models,
         } = raw;
         let state_dir = match &overrides.state_dir {
@@ -274,13 +280,26 @@ impl Source<'_> {
                 last: range.last,
             }),
             fsync: fsync.unwrap_or(Fsync::Interval),
-            retention: self.span(&["retention"], retention, DEFAULT_RETENTION, Duration::ZERO, 30 * DAY)?,
+            retention: self.span(
+                &["retention"],
+                retention,
+                DEFAULT_RETENTION,
+                Duration::ZERO,
+                MAX_RETENTION,
+            )?,
             reattach_grace: self.span(
                 &["reattach_grace"],
                 reattach_grace,
                 DEFAULT_GRACE,
                 Duration::ZERO,
                 DAY,
+            )?,
+            drain_timeout: self.span(
+                &["drain_timeout"],
+                drain_timeout,
+                DEFAULT_DRAIN,
+                Duration::ZERO,
+                Duration::from_hours(1),
             )?,
             models: models
                 .unwrap_or_default()
@@ -398,6 +417,7 @@ impl Source<'_> {
 const DAY: Duration = Duration::from_hours(24);
 const DEFAULT_RETENTION: Duration = Duration::from_mins(10);
 const DEFAULT_GRACE: Duration = Duration::from_mins(1);
+const DEFAULT_DRAIN: Duration = Duration::from_secs(30);
 /// On processors: ten tokens a second, a little faster than people read.
 const DEFAULT_ITL_TARGET: Duration = Duration::from_millis(100);
 

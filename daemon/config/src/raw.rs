@@ -34,6 +34,7 @@ section!(
         fsync: Fsync,
         retention: Span,
         reattach_grace: Span,
+        drain_timeout: Span,
         models: RawModels,
     }
 );

@@ -36,6 +36,11 @@ pub enum Command {
     KeyList(KeyList),
     /// Ends a key at once. Answered by [`crate::Reply::KeyRevoked`].
     KeyRevoke(KeyRevoke),
+    /// Refuses new requests of all tenants; what was accepted goes on. Answered at once by [`crate::Reply::Drain`]; how far it has come
+    /// stands in the daemon's status.
+    Drain(Drain),
+    /// Takes requests again. Answered by [`crate::Reply::Drain`].
+    Undrain,
     /// The daemon, its models and its tenants. Answered by [`crate::Reply::Status`].
     Status,
     /// Metrics in Prometheus' text format. Answered by [`crate::Reply::Metrics`].
@@ -44,7 +49,7 @@ pub enum Command {
 
 impl Command {
     /// Every command's name on the wire, for audit lines and metrics' closed label set.
-    pub const NAMES: [&'static str; 12] = [
+    pub const NAMES: [&'static str; 14] = [
         "tenant_add",
         "tenant_set",
         "tenant_remove",
@@ -55,6 +60,8 @@ impl Command {
         "key_create",
         "key_list",
         "key_revoke",
+        "drain",
+        "undrain",
         "status",
         "metrics",
     ];
@@ -73,12 +80,14 @@ impl Command {
             Self::KeyCreate(_) => "key_create",
             Self::KeyList(_) => "key_list",
             Self::KeyRevoke(_) => "key_revoke",
+            Self::Drain(_) => "drain",
+            Self::Undrain => "undrain",
             Self::Status => "status",
             Self::Metrics => "metrics",
         }
     }
 
-    /// Whether carrying it out changes anything durable.
+    /// Whether carrying it out changes anything.
     #[must_use]
     pub const fn changes(&self) -> bool {
         match self {
@@ -88,7 +97,9 @@ impl Command {
             | Self::TenantSuspend(_)
             | Self::TenantResume(_)
             | Self::KeyCreate(_)
-            | Self::KeyRevoke(_) => true,
+            | Self::KeyRevoke(_)
+            | Self::Drain(_)
+            | Self::Undrain => true,
             Self::TenantList | Self::TenantShow(_) | Self::KeyList(_) | Self::Status | Self::Metrics => false,
         }
     }
@@ -111,6 +122,8 @@ pub struct TenantSpec {
     pub no_auth: bool,
     /// Whether its sequences guess what they say next; `None` is as its model's configuration says.
     pub prompt_lookup: Option<bool>,
+    /// How long its requests are kept after their end (`10m`, `0s`); `None` is as the configuration says.
+    pub retention: Option<String>,
 }
 
 /// Changes to a tenant.
@@ -135,6 +148,9 @@ pub struct TenantChanges {
     pub auth: Option<bool>,
     /// Whether its sequences guess what they say next, from their next step on.
     pub prompt_lookup: Option<bool>,
+    /// How long its requests are kept after their end, those too that have ended before (`10m`, `0s`, or `default` for what the
+    /// configuration says).
+    pub retention: Option<String>,
 }
 
 impl TenantChanges {
@@ -143,6 +159,13 @@ impl TenantChanges {
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
+}
+
+/// An end of admission.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Drain {
+    /// How long whoever asked will wait for it, in milliseconds; others are shown when that is over. `None` is without a limit.
+    pub timeout_ms: Option<u64>,
 }
 
 /// The end of a tenant.

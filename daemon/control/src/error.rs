@@ -41,6 +41,8 @@ codes! {
     UnknownModel = "unknown_model",
     /// An amount does not read as one.
     InvalidAmount = "invalid_amount",
+    /// A retention does not read as a duration, or is too long.
+    InvalidRetention = "invalid_retention",
     /// A label is too long or has control characters.
     InvalidLabel = "invalid_label",
     /// The tenant has no key of this id.

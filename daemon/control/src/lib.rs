@@ -21,15 +21,15 @@ mod reply;
 
 pub use client::{Client, ClientError};
 pub use command::{
-    Command, KeyCreate, KeyList, KeyRevoke, Request, TenantChanges, TenantName, TenantRemove, TenantSet,
-    TenantSpec,
+    Command, Drain, KeyCreate, KeyList, KeyRevoke, Request, TenantChanges, TenantName, TenantRemove,
+    TenantSet, TenantSpec,
 };
 pub use error::{ControlError, ErrorCode};
 pub use line::{LineError, MAX_REPLY_LINE, MAX_REQUEST_LINE, decode_request, encode};
 pub use reply::{
-    Durable, GatewayInfo, GatewayState, KeyCreated, KeyInfo, KeyListed, MetricsText, ModelState, ModelStatus,
-    Removed, Reply, Response, Secret, ShareInfo, StatusInfo, Supervisor, TenantAdded, TenantInfo,
-    TenantListed, TenantShown, TenantState, Walls,
+    DrainInfo, DrainState, Durable, GatewayInfo, GatewayState, KeyCreated, KeyInfo, KeyListed, MetricsText,
+    ModelState, ModelStatus, Removed, Reply, Response, Secret, ShareInfo, StatusInfo, Supervisor,
+    TenantAdded, TenantInfo, TenantListed, TenantShown, TenantState, Walls,
 };
 
 /// Version of the protocol. A daemon refuses another one by [`ErrorCode::UnsupportedProtocol`], naming both.

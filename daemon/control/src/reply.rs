@@ -51,6 +51,8 @@ pub enum Reply {
     Keys(KeyListed),
     /// To `key_revoke`: the key as it is now.
     KeyRevoked(KeyInfo),
+    /// To `drain` and `undrain`: how it stands now.
+    Drain(DrainInfo),
     /// To `status`.
     Status(StatusInfo),
     /// To `metrics`.
@@ -114,6 +116,8 @@ pub struct TenantInfo {
     pub share: ShareInfo,
     /// Whether its sequences guess what they say next.
     pub prompt_lookup: bool,
+    /// How long its requests are kept after their end.
+    pub retention: String,
     /// Sequences in the running batch.
     pub running: u32,
     /// Requests that wait.
@@ -151,6 +155,8 @@ pub enum TenantState {
     Ready,
     /// An operator suspended it.
     Suspended,
+    /// It takes no requests, since the whole daemon takes none.
+    Draining,
     /// It cannot serve.
     Failed {
         /// Why.
@@ -279,10 +285,57 @@ pub struct StatusInfo {
     pub durable: Durable,
     /// Who starts it again and keeps its fds.
     pub supervisor: Supervisor,
+    /// Whether it admits requests, and what is under way.
+    pub drain: DrainInfo,
     /// Every configured model.
     pub models: Vec<ModelStatus>,
     /// Every tenant, by name.
     pub tenants: Vec<TenantInfo>,
+}
+
+/// Whether the daemon admits requests, and what is under way.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct DrainInfo {
+    /// Whether it admits requests.
+    pub state: DrainState,
+    /// Requests that were accepted and have not ended.
+    pub requests: u32,
+    /// Sequences in the running batches.
+    pub running: u32,
+    /// Sequences that wait.
+    pub waiting: u32,
+    /// Requests that a client reads at this moment, to their ends.
+    pub streams: u32,
+}
+
+impl DrainInfo {
+    /// Whether nothing is left: every accepted request has ended, and was sent to who reads it.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.requests == 0 && self.streams == 0
+    }
+}
+
+/// Whether the daemon admits requests.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum DrainState {
+    /// It does.
+    Admitting,
+    /// An operator has it refuse new ones; it stays.
+    Draining {
+        /// Since when, in seconds since 1970.
+        since_unix: u64,
+        /// Until when the operator waits, in seconds since 1970; `None` is without a limit.
+        deadline_unix: Option<u64>,
+    },
+    /// It goes down. What has not ended by the deadline goes on after the next start.
+    Stopping {
+        /// Since when, in seconds since 1970.
+        since_unix: u64,
+        /// Until when running requests may end, in seconds since 1970.
+        deadline_unix: u64,
+    },
 }
 
 /// Whether accepted requests survive the daemon.

@@ -30,6 +30,7 @@ fn tenant() -> TenantInfo {
             cached_blocks: 9,
         },
         prompt_lookup: true,
+        retention: "10m".to_owned(),
         running: 1,
         waiting: 2,
         gateway: GatewayInfo { state: GatewayState::Running, pid: Some(42), restarts: 0 },
@@ -47,13 +48,14 @@ fn key() -> KeyCreated {
     }
 }
 
-const TENANT: &str = r#"{"id":3,"name":"acme","state":{"is":"ready"},"port":8101,"url":"http://127.0.0.1:8101","model":"smollm2","auth":true,"keys":1,"share":{"floor":"20%","ceiling":"50%","floor_blocks":200,"ceiling_blocks":null,"held_blocks":7,"cached_blocks":9},"prompt_lookup":true,"running":1,"waiting":2,"gateway":{"state":{"is":"running"},"pid":42,"restarts":0},"created_unix":1790000000}"#;
+const TENANT: &str = r#"{"id":3,"name":"acme","state":{"is":"ready"},"port":8101,"url":"http://127.0.0.1:8101","model":"smollm2","auth":true,"keys":1,"share":{"floor":"20%","ceiling":"50%","floor_blocks":200,"ceiling_blocks":null,"held_blocks":7,"cached_blocks":9},"prompt_lookup":true,"retention":"10m","running":1,"waiting":2,"gateway":{"state":{"is":"running"},"pid":42,"restarts":0},"created_unix":1790000000}"#;
 
 fn commands() -> Vec<(Command, &'static str)> {
     let changes = TenantChanges {
         port: Some(9000),
         auth: Some(false),
         prompt_lookup: Some(true),
+        retention: Some("0s".to_owned()),
         ..TenantChanges::default()
     };
     let spec = TenantSpec {
@@ -64,16 +66,17 @@ fn commands() -> Vec<(Command, &'static str)> {
         kv_ceiling: None,
         no_auth: false,
         prompt_lookup: None,
+        retention: None,
     };
     let label = Some("laptop".to_owned());
     vec![
         (
             Command::TenantAdd(spec),
-            r#""command":"tenant_add","name":"acme","port":null,"model":"smollm2","kv_floor":"20%","kv_ceiling":null,"no_auth":false,"prompt_lookup":null"#,
+            r#""command":"tenant_add","name":"acme","port":null,"model":"smollm2","kv_floor":"20%","kv_ceiling":null,"no_auth":false,"prompt_lookup":null,"retention":null"#,
         ),
         (
             Command::TenantSet(TenantSet { name: "acme".to_owned(), changes }),
-            r#""command":"tenant_set","name":"acme","changes":{"port":9000,"kv_floor":null,"kv_ceiling":null,"auth":false,"prompt_lookup":true}"#,
+            r#""command":"tenant_set","name":"acme","changes":{"port":9000,"kv_floor":null,"kv_ceiling":null,"auth":false,"prompt_lookup":true,"retention":"0s"}"#,
         ),
         (
             Command::TenantRemove(TenantRemove { name: "acme".to_owned(), force: true }),
@@ -92,9 +95,16 @@ fn commands() -> Vec<(Command, &'static str)> {
             Command::KeyRevoke(KeyRevoke { tenant: "acme".to_owned(), id: 7 }),
             r#""command":"key_revoke","tenant":"acme","id":7"#,
         ),
+        (Command::Drain(Drain { timeout_ms: Some(1_500) }), r#""command":"drain","timeout_ms":1500"#),
+        (Command::Undrain, r#""command":"undrain""#),
         (Command::Status, r#""command":"status""#),
         (Command::Metrics, r#""command":"metrics""#),
     ]
+}
+
+fn draining() -> DrainInfo {
+    let state = DrainState::Draining { since_unix: 5, deadline_unix: None };
+    DrainInfo { state, requests: 3, running: 1, waiting: 2, streams: 1 }
 }
 
 fn status() -> StatusInfo {
@@ -107,6 +117,7 @@ fn status() -> StatusInfo {
         walls: Walls::Reduced { reason: "no cgroup v2".to_owned() },
         durable: Durable::Yes,
         supervisor: Supervisor::Keeper,
+        drain: DrainInfo { state: DrainState::Admitting, ..draining() },
         models: vec![ModelStatus {
             name: "m".to_owned(),
             path: "/m.gguf".to_owned(),
@@ -169,10 +180,15 @@ fn replies() -> Vec<(Reply, String)> {
         ),
         (Reply::KeyRevoked(revoked), format!(r#"{{"reply":"key_revoked",{shown}}}"#)),
         (
+            Reply::Drain(draining()),
+            r#"{"reply":"drain","state":{"is":"draining","since_unix":5,"deadline_unix":null},"requests":3,"running":1,"waiting":2,"streams":1}"#.to_owned(),
+        ),
+        (
             Reply::Status(status()),
             concat!(
                 r#"{"reply":"status","version":"0.1.0","pid":1,"uptime_s":60,"state_dir":"/s","config":null,"#,
                 r#""walls":{"is":"reduced","reason":"no cgroup v2"},"durable":{"is":"yes"},"supervisor":"keeper","#,
+                r#""drain":{"state":{"is":"admitting"},"requests":3,"running":1,"waiting":2,"streams":1},"#,
                 r#""models":[{"name":"m","path":"/m.gguf","state":{"is":"loading","permille":500},"#,
                 r#""architecture":"llama","parameters":null,"device":"cpu","dtype":null,"kv_dtype":null,"#,
                 r#""kernels":null,"threads":2,"weight_bytes":null,"kv_bytes":null,"block_size":16,"#,
@@ -218,6 +234,11 @@ fn every_state_has_its_recorded_form() {
     let error = "x".to_owned();
     assert_eq!(json(&TenantState::Starting), r#"{"is":"starting"}"#);
     assert_eq!(json(&TenantState::Suspended), r#"{"is":"suspended"}"#);
+    assert_eq!(json(&TenantState::Draining), r#"{"is":"draining"}"#);
+    assert_eq!(
+        json(&DrainState::Stopping { since_unix: 5, deadline_unix: 35 }),
+        r#"{"is":"stopping","since_unix":5,"deadline_unix":35}"#
+    );
     assert_eq!(json(&TenantState::Failed { error: error.clone() }), r#"{"is":"failed","error":"x"}"#);
     assert_eq!(json(&GatewayState::Starting), r#"{"is":"starting"}"#);
     assert_eq!(json(&GatewayState::Restarting { attempt: 2 }), r#"{"is":"restarting","attempt":2}"#);
@@ -298,6 +319,12 @@ fn a_new_key_is_not_in_debug_output() {
     let text = format!("{:?}", Reply::KeyCreated(key()));
     assert!(text.contains("Secret(…)") && !text.contains("pgd_secret"), "{text}");
     assert_eq!(key().key.reveal(), "pgd_secret");
+}
+
+#[test]
+fn nothing_is_left_once_no_request_is_live_and_none_is_read() {
+    let left = |requests, streams| DrainInfo { requests, streams, ..draining() }.is_empty();
+    assert!(left(0, 0) && !left(1, 0) && !left(0, 1));
 }
 
 #[test]

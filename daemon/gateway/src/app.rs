@@ -14,7 +14,7 @@ use hyper::header::{
 };
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use pagedd_core::RequestId;
-use pagedd_wire::gateway::{Answer, Query, Welcome};
+use pagedd_wire::gateway::{Answer, Closed, Query, Welcome};
 use serde::Serialize;
 use tokio::time::timeout;
 
@@ -287,8 +287,8 @@ impl App {
         let answered = tokio::select! {
             // An answer that has come counts: the client must learn the id of what was accepted.
             biased;
-            answered = answer => answered.map_err(|_| ApiError::shutting_down(None))?,
-            _ = phases.wait_for(|phase| *phase == Phase::Ending) => return Err(ApiError::shutting_down(None)),
+            answered = answer => answered.map_err(|_| ApiError::shutting_down())?,
+            _ = phases.wait_for(|phase| *phase == Phase::Ending) => return Err(ApiError::shutting_down()),
         };
         let Taken { mut reader, repeated } =
             answered.map_err(|refusal| ApiError::refused(refusal, kind.prompt_field()))?;
@@ -318,19 +318,19 @@ impl App {
     /// What can be said before the body is read.
     fn may_generate(&self, headers: &HeaderMap, body: &Incoming) -> Result<Admitted, ApiError> {
         let (welcome, caller) = self.admit(headers)?;
-        match self.link.phase() {
-            Phase::Serving => {}
-            Phase::Draining => return Err(ApiError::closed(&pagedd_wire::gateway::Closed::Draining)),
-            Phase::Ending => return Err(ApiError::shutting_down(None)),
+        if self.link.phase() == Phase::Ending {
+            return Err(ApiError::shutting_down());
         }
-        if let Some(closed) = &welcome.closed {
+        let idempotency_key = idempotency_key(headers, caller)?;
+        // What was made before is found again also by who asks for it once more: the daemon knows.
+        let may_be_known = welcome.closed == Some(Closed::Draining) && idempotency_key.is_some();
+        if let Some(closed) = welcome.closed.as_ref().filter(|_| !may_be_known) {
             return Err(ApiError::closed(closed));
         }
         if headers.get(CONTENT_TYPE).is_some_and(|kind| !is_json(kind)) {
             return Err(ApiError::media_type());
         }
         let resumable = resumable(headers)?;
-        let idempotency_key = idempotency_key(headers, caller)?;
         let size = hyper::body::Body::size_hint(body);
         if size.lower() > welcome.max_body {
             return Err(ApiError::too_large(welcome.max_body));
@@ -350,7 +350,9 @@ impl App {
 
     async fn ready(&self) -> Result<Response<Body>, ApiError> {
         let Health { ready, reason, .. } = self.health().await?;
-        let ready = ready && self.link.phase() == Phase::Serving;
+        // What the daemon told of the tenant counts at once.
+        let open = self.link.welcome().is_some_and(|welcome| welcome.closed.is_none());
+        let ready = ready && open && self.link.phase() == Phase::Serving;
         let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
         Ok(json_answer(status, json(&Ready { ready, reason })))
     }

@@ -30,10 +30,8 @@ const BATCH: usize = 256;
 /// Whether this process takes requests.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Phase {
-    /// It does.
+    /// It does, unless the daemon says otherwise.
     Serving,
-    /// It finishes what is open.
-    Draining,
     /// It ends: open streams say so and close.
     Ending,
 }
@@ -74,6 +72,8 @@ struct OpenLog {
     /// Readers on whose behalf the request is computed.
     owners: u32,
     cancelled: bool,
+    /// Somebody had all of it, or gave up on it.
+    done: bool,
 }
 
 impl OpenLog {
@@ -195,13 +195,6 @@ impl Link {
                     drop(sender.send(answer));
                 }
             }
-            ToGateway::Drain => {
-                self.phase.send_if_modified(|phase| {
-                    let before = *phase;
-                    *phase = before.max(Phase::Draining);
-                    *phase != before
-                });
-            }
             ToGateway::Shutdown => {
                 self.phase.send_replace(Phase::Ending);
             }
@@ -315,7 +308,7 @@ impl Link {
         let mut logs = lock(&self.logs);
         let open = logs.entry(request).or_insert_with(|| {
             self.tell(&ToDaemon::Attach { request: request.0, from: 0 });
-            OpenLog { log: Arc::new(Log::new(request)), readers: 0, owners: 0, cancelled: false }
+            OpenLog { log: Arc::new(Log::new(request)), readers: 0, owners: 0, cancelled: false, done: false }
         });
         open.readers += 1;
         let log = Arc::clone(&open.log);
@@ -341,21 +334,25 @@ impl Link {
     }
 
     /// A reader goes. At the end of this process it goes without a word: the request runs on, and its client may come back.
-    fn leave(&self, request: RequestId, role: Role) {
+    fn leave(&self, request: RequestId, role: Role, at_end: bool) {
         let mut logs = lock(&self.logs);
         let Some(open) = logs.get_mut(&request) else { return };
         open.readers -= 1;
-        let speaks = open.is_running() && self.phase() != Phase::Ending;
+        open.done |= at_end;
+        let speaks = self.phase() != Phase::Ending;
         if let Role::Owner { resumable } = role {
             open.owners -= 1;
-            if open.owners == 0 && !resumable && speaks && !open.cancelled {
-                open.cancelled = true;
-                self.tell(&ToDaemon::Cancel { request: request.0 });
+            if open.owners == 0 && !resumable {
+                open.done = true;
+                if speaks && open.is_running() && !open.cancelled {
+                    open.cancelled = true;
+                    self.tell(&ToDaemon::Cancel { request: request.0 });
+                }
             }
         }
         if open.readers == 0 {
-            if speaks && !open.cancelled {
-                self.tell(&ToDaemon::Detach { request: request.0 });
+            if speaks && open.log.mark() != Mark::NotFound {
+                self.tell(&ToDaemon::Detach { request: request.0, done: open.done || open.cancelled });
             }
             logs.remove(&request);
         }
@@ -509,7 +506,7 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        self.link.leave(self.log.id(), self.role);
+        self.link.leave(self.log.id(), self.role, self.is_at_end());
     }
 }
 

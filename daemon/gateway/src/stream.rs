@@ -8,6 +8,15 @@
 //! asked for at first. It waits where the request runs, also for a client that is ahead (after a power cut), and refuses an id
 //! beyond the end of a request that has ended.
 //!
+//! Where this process ends before the answer does, a stream's last event is `detached`, without an id and without `[DONE]` after it, and
+//! an answer that was to come whole is 503 with the same key beside its error object:
+//!
+//! ```text
+//! event: detached
+//! data: {"id": "cmpl-…", "object": "text_completion", "created": 1700000001, "model": "tiny", "choices": [],
+//!        "detached": {"id": "…", "last_event_id": 4, "path": "/v1/requests/…/stream", "message": "…"}}
+//! ```
+//!
 //! `GET /v1/requests/{id}` gives, once the answer is whole, byte for byte what its endpoint gives for a request without `stream`.
 //! Until then, and where there will be no whole answer, it gives
 //!
@@ -43,7 +52,10 @@ use crate::link::{Gone, Reader};
 use crate::log::Attached;
 use crate::metrics::Stopwatch;
 use crate::openai::ApiError;
-use crate::openai::answer::{Answer, DONE, Head, KEEP_ALIVE, Status, body_id, broken, push_event};
+use crate::openai::answer::{
+    Answer, DONE, Head, KEEP_ALIVE, Status, body_id, broken, push_event, push_parting,
+};
+use crate::openai::detached::Detached;
 use crate::openai::request::Form;
 use crate::render::{Broken, Context, Event, Renderer, Step};
 
@@ -292,10 +304,13 @@ impl Delivery {
                         }
                     }
                 }
-                Ok(Err(gone)) => {
-                    let request = self.reader.request();
-                    let error = stream_broken_off(gone, request, last);
-                    push_event(&mut part, None, &error.to_json());
+                Ok(Err(Gone::Ending)) => {
+                    let detached = Detached::stream(self.reader.request(), last);
+                    push_parting(&mut part, &self.head.parting(&detached));
+                    done = true;
+                }
+                Ok(Err(Gone::NotFound)) => {
+                    push_event(&mut part, None, &ApiError::no_request().to_json());
                     done = true;
                 }
             }
@@ -310,7 +325,7 @@ impl Delivery {
 fn broken_off(gone: Gone, request: RequestId) -> ApiError {
     match gone {
         Gone::NotFound => ApiError::no_request(),
-        Gone::Ending => ApiError::shutting_down(Some(format!("ask again with GET /v1/requests/{request}"))),
+        Gone::Ending => ApiError::detached(Detached::whole(request)),
     }
 }
 
@@ -318,8 +333,6 @@ fn broken_off(gone: Gone, request: RequestId) -> ApiError {
 fn stream_broken_off(gone: Gone, request: RequestId, last: u64) -> ApiError {
     match gone {
         Gone::NotFound => ApiError::no_request(),
-        Gone::Ending => ApiError::shutting_down(Some(format!(
-            "go on with GET /v1/requests/{request}/stream and the header Last-Event-ID: {last}"
-        ))),
+        Gone::Ending => ApiError::detached(Detached::stream(request, last)),
     }
 }

@@ -5,11 +5,14 @@ mod common;
 use std::io::{Read as _, Write as _};
 use std::time::{Duration, Instant};
 
-use common::client::{connect, events, get, get_with, open, post, post_with, read_head, request};
-use common::{Options, Script, Server, Visible, key, log_of, tokens_of, welcome};
+use common::client::{
+    connect, events, get, get_with, open, path_of, post, post_with, read_head, request, state,
+};
+use common::{Options, Script, Server, Visible, closed, key, log_of, tokens_of, welcome};
 use pagedd_gateway::app::Settings;
 use pagedd_model::testing::Random;
-use pagedd_wire::gateway::{Entry, Finish, OnLeave, ToDaemon, ToGateway, Welcome};
+use pagedd_wire::gateway::{Closed, Entry, Finish, OnLeave, ToDaemon, ToGateway, Welcome};
+use serde_json::json;
 
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
@@ -389,17 +392,68 @@ fn bug_35_open_streams_say_how_to_go_on_and_do_not_hold_up_the_end() {
         last.contains(&format!("GET /v1/requests/{id}/stream and the header Last-Event-ID: 2")),
         "{last}"
     );
-    assert!(!last.contains("[DONE]"));
+    assert!(!last.contains("[DONE]") && !last.contains("error"), "{last}");
+    let event = events(&last).pop().unwrap();
+    assert_eq!((event.id, event.name.as_deref()), (None, Some("detached")));
+    let data = event.data.unwrap();
+    assert_eq!((&data["object"], &data["choices"]), (&"text_completion".into(), &json!([])));
+    assert_eq!(where_to(&data, &id), 2);
     let whole = read_head(whole).finish();
     assert_eq!((whole.error().0, whole.error().2.as_str()), (503, "shutting_down"));
     assert_eq!(whole.header("retry-after"), Some("1"));
     let id = whole.header("pagedd-request-id").unwrap();
     assert!(whole.body.contains(&format!("GET /v1/requests/{id}")), "{}", whole.body);
+    assert_eq!(where_to(&whole.json(), id), 0);
     drop(idle);
     let took = server.join();
     assert!(took < Duration::from_secs(2), "{took:?}");
     // What was accepted goes on: nobody cancelled it.
     assert!(!daemon.received().iter().any(|frame| matches!(frame, ToDaemon::Cancel { .. })));
+}
+
+/// What a parting word says of a request: the last event that was sent.
+fn where_to(data: &serde_json::Value, id: &str) -> u64 {
+    let detached = &data["detached"];
+    let path = format!("/v1/requests/{id}/stream");
+    assert_eq!((&detached["id"], &detached["path"]), (&id.into(), &path.into()), "{data}");
+    detached["last_event_id"].as_u64().expect("an event id")
+}
+
+#[test]
+fn a_chat_stream_with_usage_ends_at_the_shutdown_with_a_chunk_that_has_neither_choices_nor_usage() {
+    let server = server(Options::default(), "abc");
+    server.daemon.show(Visible::First(0));
+    let body = r#"{"model":"tiny","messages":[{"role":"user","content":"hi"}],"stream":true,"stream_options":{"include_usage":true}}"#;
+    let stream = open(server.address, &request("POST", CHAT, &[], body));
+    let id = stream.header("pagedd-request-id").unwrap().to_owned();
+    server.daemon.send(&ToGateway::Shutdown);
+    let all = events(&stream.finish().body);
+    assert_eq!(all.len(), 1, "{all:?}");
+    let data = all[0].data.as_ref().unwrap();
+    assert_eq!(
+        (&data["id"], &data["object"]),
+        (&json!(format!("chatcmpl-{id}")), &"chat.completion.chunk".into())
+    );
+    assert_eq!((&data["choices"], &data["usage"]), (&json!([]), &json!(null)));
+    assert_eq!(where_to(data, &id), 0);
+}
+
+#[test]
+fn a_client_that_does_not_read_does_not_hold_up_the_end() {
+    // More than the buffers of a socket take.
+    let text = common::text();
+    let long = tokens_of(&text, 0, &"a long answer ".repeat(1 << 12));
+    let server = Server::start(Options { text, ..Options::default() }, move |_| {
+        let mut entries: Vec<Entry> = (0..64).flat_map(|_| long.clone()).collect();
+        entries.push(Entry::Finish { choice: 0, reason: Finish::Length });
+        entries.push(Entry::End { cached_tokens: 0 });
+        Script::Log(entries)
+    });
+    let stream = open(server.address, &request("POST", TEXT, &[], &completion(r#","stream":true"#)));
+    server.daemon.send(&ToGateway::Shutdown);
+    let took = server.join();
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    drop(stream);
 }
 
 #[test]
@@ -411,17 +465,31 @@ fn the_end_of_the_daemon_ends_the_gateway() {
 }
 
 #[test]
-fn a_drain_refuses_new_requests_and_finishes_open_ones() {
+fn a_drain_refuses_new_requests_and_finishes_open_ones_until_it_is_taken_back() {
     let server = server(Options::default(), "abc");
     server.daemon.show(Visible::First(1));
     let mut stream = open(server.address, &request("POST", TEXT, &[], &completion(r#","stream":true"#)));
     stream.read_until("\"text\":\"a\"");
-    server.daemon.send(&ToGateway::Drain);
-    server.wait_status("/readyz", 503, 503);
+    let key = [("Idempotency-Key", "one")];
+    let made = post_with(server.address, TEXT, &key, &completion(r#","background":true"#));
+    server.daemon.send(&ToGateway::Welcome(Box::new(closed(Closed::Draining))));
+    server.wait_status("/health", 503, 503);
     let refused = post(server.address, TEXT, &completion(""));
-    assert_eq!((refused.error().2.as_str(), refused.header("retry-after")), ("draining", Some("5")));
+    assert_eq!(refused.error(), (503, String::new(), "draining".to_owned()));
+    assert_eq!(refused.header("retry-after"), Some("5"));
+    let again = post_with(server.address, TEXT, &key, &completion(r#","background":true"#));
+    assert_eq!(again.header("pagedd-idempotent-replay"), Some("true"), "what was made before is found again");
+    for path in ["/livez", "/metrics", "/v1/models", &path_of(&made)] {
+        assert_eq!(get(server.address, path).status, 200, "{path}");
+    }
+    let cancelled = post(server.address, &format!("{}/cancel", path_of(&made)), "");
+    assert_eq!(state(&cancelled).0, "cancelled");
     server.daemon.show(Visible::All);
     assert!(stream.finish().body.ends_with("data: [DONE]\n\n"));
+    // It takes requests again as soon as it is told so.
+    server.daemon.send(&ToGateway::Welcome(Box::new(welcome())));
+    server.wait_status("/health", 200, 200);
+    assert_eq!(post(server.address, TEXT, &completion("")).status, 200);
 }
 
 #[test]

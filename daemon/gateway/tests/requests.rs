@@ -376,7 +376,6 @@ fn a_tenant_that_drains_still_answers_for_what_was_accepted() {
     server.daemon.show(Visible::First(1));
     let made = post(server.address, TEXT, &completion(r#","background":true"#));
     server.daemon.send(&ToGateway::Welcome(Box::new(closed(Closed::Draining))));
-    server.daemon.send(&ToGateway::Drain);
     server.wait_status("/readyz", 503, 503);
     let refused = post(server.address, TEXT, &completion(""));
     assert_eq!((refused.error().2.as_str(), refused.header("retry-after")), ("draining", Some("5")));

@@ -35,6 +35,8 @@ pub struct TenantRow {
     pub suspended: bool,
     /// Whether its sequences guess what they say next; `None` is as its model's configuration says.
     pub prompt_lookup: Option<bool>,
+    /// How long its requests are kept after they ended, in milliseconds; `None` is as the configuration says.
+    pub retention_ms: Option<u64>,
     /// When it was made, in seconds since 1970.
     pub created_unix: i64,
 }
@@ -56,6 +58,8 @@ pub struct NewTenant {
     pub auth: bool,
     /// Whether its sequences guess what they say next; `None` is as its model's configuration says.
     pub prompt_lookup: Option<bool>,
+    /// How long its requests are kept after they ended, in milliseconds; `None` is as the configuration says.
+    pub retention_ms: Option<u64>,
 }
 
 /// Changes to a tenant; `None` leaves a column as it is.
@@ -73,6 +77,8 @@ pub struct TenantUpdate {
     pub suspended: Option<bool>,
     /// Whether its sequences guess what they say next.
     pub prompt_lookup: Option<bool>,
+    /// How long its requests are kept after they ended, in milliseconds; `Some(None)` is as the configuration says.
+    pub retention_ms: Option<Option<u64>>,
 }
 
 /// A key as it is stored.
@@ -95,7 +101,7 @@ pub struct KeyRow {
 }
 
 const TENANT: &str =
-    "id, name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, created_unix";
+    "id, name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, retention_ms, created_unix";
 const KEY: &str = "id, tenant, label, prefix, sha256, created_unix, revoked_unix";
 
 impl ControlDb {
@@ -159,8 +165,9 @@ impl ControlDb {
             let row = change.one(
                 &format!(
                     "INSERT INTO tenants
-                         (name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, created_unix)
-                     VALUES (:name, :port, :model, :floor, :ceiling, :auth, 0, :lookup, :now) RETURNING {TENANT}"
+                         (name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, retention_ms, created_unix)
+                     VALUES (:name, :port, :model, :floor, :ceiling, :auth, 0, :lookup, :retention, :now)
+                     RETURNING {TENANT}"
                 ),
                 named_params! {
                     ":name": new.name,
@@ -170,6 +177,7 @@ impl ControlDb {
                     ":ceiling": new.kv_ceiling,
                     ":auth": new.auth,
                     ":lookup": new.prompt_lookup,
+                    ":retention": new.retention_ms.map(stored),
                     ":now": now_unix,
                 },
                 tenant,
@@ -194,7 +202,8 @@ impl ControlDb {
                         "UPDATE tenants SET port = coalesce(:port, port), kv_floor = coalesce(:floor, kv_floor),
                              kv_ceiling = coalesce(:ceiling, kv_ceiling), auth = coalesce(:auth, auth),
                              suspended = coalesce(:suspended, suspended),
-                             prompt_lookup = coalesce(:lookup, prompt_lookup)
+                             prompt_lookup = coalesce(:lookup, prompt_lookup),
+                             retention_ms = CASE WHEN :retains THEN :retention ELSE retention_ms END
                          WHERE id = :id RETURNING {TENANT}"
                     ),
                     named_params! {
@@ -205,6 +214,8 @@ impl ControlDb {
                         ":auth": update.auth,
                         ":suspended": update.suspended,
                         ":lookup": update.prompt_lookup,
+                        ":retains": update.retention_ms.is_some(),
+                        ":retention": update.retention_ms.flatten().map(stored),
                     },
                     tenant,
                 )?
@@ -366,6 +377,11 @@ impl Change<'_> {
     }
 }
 
+/// SQLite's numbers have a sign.
+fn stored(ms: u64) -> i64 {
+    i64::try_from(ms).unwrap_or(i64::MAX)
+}
+
 fn tenant(row: &Row<'_>) -> rusqlite::Result<TenantRow> {
     Ok(TenantRow {
         id: TenantId(row.get("id")?),
@@ -377,6 +393,7 @@ fn tenant(row: &Row<'_>) -> rusqlite::Result<TenantRow> {
         auth: row.get("auth")?,
         suspended: row.get("suspended")?,
         prompt_lookup: row.get("prompt_lookup")?,
+        retention_ms: row.get::<_, Option<i64>>("retention_ms")?.map(i64::unsigned_abs),
         created_unix: row.get("created_unix")?,
     })
 }

@@ -119,6 +119,24 @@ impl JournalDb {
         self.purge().map(|()| true)
     }
 
+    /// Deletes those of these requests that have ended, whatever their time. The rest of them, in the write-ahead log, goes with the next
+    /// [`purge`](Self::purge).
+    ///
+    /// # Errors
+    /// As for [`append`](Self::append). Nothing has changed.
+    pub fn delete_ended(&mut self, requests: &[RequestId]) -> Result<(), DbError> {
+        let (mut victims, mut tenants) = (Vec::new(), BTreeSet::new());
+        for request in requests {
+            let query = "SELECT seq, tenant FROM requests WHERE id = ?1 AND finished_unix IS NOT NULL";
+            let read = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, TenantId(row.get(1)?)));
+            for (seq, tenant) in rows(&self.db, &self.path, query, [request.0], read)? {
+                victims.push((seq, *request));
+                tenants.insert(tenant);
+            }
+        }
+        if victims.is_empty() { Ok(()) } else { self.delete(&victims, &tenants) }
+    }
+
     /// Deletes every request of a tenant, live or not, and every byte of them. Returns which.
     ///
     /// # Errors

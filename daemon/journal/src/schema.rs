@@ -65,6 +65,8 @@ pub(crate) const CONTROL: Migrations = &["
     INSERT INTO meta (key, value) VALUES ('installation_secret', randomblob(32));
 ", "
     ALTER TABLE tenants ADD COLUMN prompt_lookup INTEGER CHECK (prompt_lookup IN (0, 1));
+", "
+    ALTER TABLE tenants ADD COLUMN retention_ms INTEGER CHECK (retention_ms >= 0);
 "];
 
 /// journal.db. `requests` is small and changes, `bodies` is large and does not: SQLite writes a changed row anew, whole.

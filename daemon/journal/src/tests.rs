@@ -30,6 +30,7 @@ fn named(name: &str, port: u16) -> NewTenant {
         kv_ceiling: "50%".to_owned(),
         auth: true,
         prompt_lookup: None,
+        retention_ms: None,
     }
 }
 
@@ -158,6 +159,7 @@ fn an_update_changes_what_it_names_and_nothing_else() {
         auth: Some(false),
         suspended: Some(false),
         prompt_lookup: Some(false),
+        retention_ms: Some(Some(0)),
     };
     let changed = db.update_tenant(row.id, &update).unwrap();
     let expected = TenantRow {
@@ -166,9 +168,13 @@ fn an_update_changes_what_it_names_and_nothing_else() {
         kv_ceiling: "2GiB".to_owned(),
         auth: false,
         prompt_lookup: Some(false),
+        retention_ms: Some(0),
         ..row
     };
     assert_eq!((&changed, db.tenants().unwrap()), (&expected, vec![expected.clone()]));
+    let update = TenantUpdate { retention_ms: Some(None), ..TenantUpdate::default() };
+    let again = db.update_tenant(changed.id, &update).unwrap();
+    assert_eq!(again, TenantRow { retention_ms: None, ..changed }, "as the configuration says");
 }
 
 #[test]
@@ -241,13 +247,33 @@ fn a_file_of_version_1_is_read_with_all_that_is_in_it() {
     assert_eq!(summary, [(1, "acme", 8101, true, false), (3, "zebra", 8103, false, true)]);
     assert_eq!((rows[1].kv_floor.as_str(), rows[1].kv_ceiling.as_str()), ("0%", "4096 tokens"));
     assert!(rows.iter().all(|row| row.prompt_lookup.is_none()), "as the model's configuration says");
+    assert!(rows.iter().all(|row| row.retention_ms.is_none()), "as the configuration says");
     assert_eq!(db.live_keys(TenantId(1)).unwrap()[0].digest, Digest::of("pgd_AAAA-one"));
     assert_eq!(db.keys(TenantId(1)).unwrap()[1].revoked_unix, Some(1_790_000_009));
-    let new = NewTenant { prompt_lookup: Some(true), ..named("new", 8104) };
+    let new = NewTenant { prompt_lookup: Some(true), retention_ms: Some(600_000), ..named("new", 8104) };
     let new = db.add_tenant(&new, None, NOW).unwrap().0;
-    assert_eq!((new.id, new.prompt_lookup), (TenantId(4), Some(true)));
+    assert_eq!((new.id, new.prompt_lookup, new.retention_ms), (TenantId(4), Some(true), Some(600_000)));
     let off = TenantUpdate { prompt_lookup: Some(false), ..TenantUpdate::default() };
     assert_eq!(db.update_tenant(TenantId(1), &off).unwrap().prompt_lookup, Some(false));
+}
+
+#[test]
+fn a_file_of_version_2_gets_a_retention_per_tenant_and_leaves_a_copy_of_what_was() {
+    let dir = dir();
+    let path = dir.path().join("control.db");
+    let old: Migrations = &CONTROL[..2];
+    let db = open(&path, of(old)).unwrap();
+    db.execute_batch(
+        "INSERT INTO tenants (name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, created_unix)
+         VALUES ('acme', 8101, 'm', '0%', '100%', 1, 0, 0, 9)",
+    )
+    .unwrap();
+    drop(db);
+    let rows = ControlDb::open(dir.path()).unwrap().tenants().unwrap();
+    assert_eq!((rows[0].prompt_lookup, rows[0].retention_ms), (Some(false), None));
+    let backup = dir.path().join("control.db.v2");
+    assert_eq!(mode(&backup), 0o600);
+    assert_eq!(pragma(&Connection::open(&backup).unwrap(), "user_version"), 2);
 }
 
 #[test]
@@ -346,7 +372,7 @@ fn a_newer_schema_is_refused_with_both_versions() {
         "{error}"
     );
     let text = error.to_string();
-    assert!(text.contains("has schema version 7, this pagedd knows up to 2"), "{text}");
+    assert!(text.contains("has schema version 7, this pagedd knows up to 3"), "{text}");
     assert_eq!(pragma(&Connection::open(&path).unwrap(), "user_version"), 7, "left as it was");
 }
 

@@ -15,6 +15,7 @@
 //! that stands in for the file until it can be.
 
 use crate::{DbError, Expired, Fsync, JournalDb, Record, Retention, Snapshot};
+use pagedd_core::RequestId;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -221,6 +222,21 @@ impl JournalWriter {
                 tracing::warn!(%error, "requests past their retention could not be deleted");
                 Expired::default()
             }
+        }
+    }
+
+    /// Deletes those of these requests that have ended, before their time is over. Nothing where records are lost, as for
+    /// [`expire`](Self::expire).
+    pub fn delete_ended(&mut self, requests: &[RequestId], now: Now) {
+        if requests.is_empty() || matches!(self.state, State::Lost { .. }) {
+            return;
+        }
+        match self.db.delete_ended(requests) {
+            Ok(()) => {
+                self.unsynced_since.get_or_insert(now.instant);
+                self.unclean_since.get_or_insert(now.instant);
+            }
+            Err(error) => tracing::warn!(%error, "requests that nobody needs any more could not be deleted"),
         }
     }
 

@@ -157,6 +157,21 @@ fn retention_of_nothing_deletes_at_the_end_and_only_for_whom_it_is_meant() {
 }
 
 #[test]
+fn what_is_named_goes_before_its_time_unless_it_is_live() {
+    let (dir, mut db) = two();
+    db.delete_ended(&[id(1), id(2), id(9)]).unwrap();
+    assert!(db.unclean());
+    db.purge().unwrap();
+    let left = replay(&db);
+    assert_eq!(left.iter().map(|kept| kept.admission.request).collect::<Vec<_>>(), [id(2)]);
+    assert_eq!(left[0].entries, [token(0, 20), token(1, 21), finish(1)]);
+    db.delete_ended(&[id(1)]).unwrap();
+    assert!(!db.unclean(), "there was nothing to delete");
+    drop(db);
+    assert_eq!(replay(&open(dir.path())), left);
+}
+
+#[test]
 fn what_is_too_much_goes_oldest_first_from_the_tenant_that_has_most() {
     let dir = dir();
     let mut db = open(dir.path());

@@ -10,6 +10,8 @@ use pagedd_wire::gateway::Finish;
 
 use super::*;
 
+mod keeping;
+
 const TENANT: TenantId = TenantId(1);
 const STRANGER: TenantId = TenantId(2);
 const REQUEST: RequestId = RequestId([7; 16]);

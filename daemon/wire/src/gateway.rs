@@ -33,10 +33,12 @@ pub enum ToDaemon {
         /// First entry wanted.
         from: u64,
     },
-    /// Stop sending entries; the request runs on.
+    /// Send no more of its entries: nobody reads it here any more. It runs on where it runs.
     Detach {
         /// Which.
         request: RequestId,
+        /// It has ended, and whoever wanted it has all of it, or wants it no more: nobody is expected to come back for it.
+        done: bool,
     },
     /// The client left: stop within one iteration.
     Cancel {
@@ -166,8 +168,6 @@ pub enum ToGateway {
         /// What.
         answer: Answer,
     },
-    /// Admit nothing more; open streams go on.
-    Drain,
     /// End open streams with a final event that says how to re-attach, then exit.
     Shutdown,
 }
@@ -208,7 +208,7 @@ pub struct Welcome {
 pub enum Closed {
     /// `pagedctl tenant suspend`.
     Suspended,
-    /// The daemon is going down.
+    /// An operator drains the daemon, or it goes down: what was accepted goes on.
     Draining,
     /// The model is still loading.
     Loading,

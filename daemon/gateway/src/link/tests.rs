@@ -37,6 +37,10 @@ fn attach() -> ToDaemon {
     ToDaemon::Attach { request: REQUEST, from: 0 }
 }
 
+fn detach(done: bool) -> ToDaemon {
+    ToDaemon::Detach { request: REQUEST, done }
+}
+
 #[tokio::test]
 async fn a_client_that_leaves_after_the_shutdown_cancels_nothing() {
     let link = Link::new();
@@ -60,14 +64,14 @@ async fn a_request_that_was_repeated_is_not_cancelled_with_who_never_saw_it() {
     let (ticket, answer) = submitted(&link);
     drop(answer);
     link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: true });
-    assert_eq!(told(&link).await, [attach(), ToDaemon::Detach { request: REQUEST }]);
+    assert_eq!(told(&link).await, [attach(), detach(false)]);
     link.obey(ToGateway::Accepted { ticket: 99, request: REQUEST, repeated: true });
     assert_eq!(told(&link).await, []);
     // The first one is.
     let (ticket, answer) = submitted(&link);
     drop(answer);
     link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false });
-    assert_eq!(told(&link).await, [attach(), ToDaemon::Cancel { request: REQUEST }]);
+    assert_eq!(told(&link).await, [attach(), ToDaemon::Cancel { request: REQUEST }, detach(true)]);
 }
 
 #[tokio::test]
@@ -83,7 +87,7 @@ async fn of_two_that_wait_for_a_request_the_last_to_leave_cancels_it() {
     drop(first);
     assert_eq!(told(&link).await, [attach()]);
     drop(second);
-    assert_eq!(told(&link).await, [ToDaemon::Cancel { request: REQUEST }]);
+    assert_eq!(told(&link).await, [ToDaemon::Cancel { request: REQUEST }, detach(true)]);
 }
 
 #[tokio::test]
@@ -98,12 +102,44 @@ async fn a_cancel_is_told_once_and_not_of_what_has_ended() {
     link.obey(ToGateway::Entries(vec![Delivery { request: REQUEST, from: 0, entries }]));
     reader.ended().await.unwrap();
     drop(reader);
-    assert_eq!(told(&link).await, []);
+    assert_eq!(told(&link).await, [detach(true)]);
     let reader = link.open(RequestId(REQUEST));
     link.obey(attached());
     let entries = vec![Entry::End { cached_tokens: 0 }];
     link.obey(ToGateway::Entries(vec![Delivery { request: REQUEST, from: 0, entries }]));
     reader.cancel();
     drop(reader);
-    assert_eq!(told(&link).await, [attach()]);
+    assert_eq!(told(&link).await, [attach(), detach(false)]);
+}
+
+#[tokio::test]
+async fn the_daemon_is_told_once_somebody_has_all_of_a_request_that_has_ended() {
+    let link = Link::new();
+    let mut reader = link.open(RequestId(REQUEST));
+    let other = link.open(RequestId(REQUEST));
+    link.obey(attached());
+    let entries = vec![Entry::Token { choice: 0, token: 1 }, Entry::End { cached_tokens: 0 }];
+    link.obey(ToGateway::Entries(vec![Delivery { request: REQUEST, from: 0, entries }]));
+    reader.next(u64::MAX).await.unwrap();
+    drop(reader);
+    assert_eq!(told(&link).await, [attach()], "another reads on");
+    drop(other);
+    assert_eq!(told(&link).await, [detach(true)]);
+    // One that leaves in the middle may come back.
+    let mut reader = link.open(RequestId(REQUEST));
+    link.obey(attached());
+    let entries = vec![Entry::Token { choice: 0, token: 1 }, Entry::End { cached_tokens: 0 }];
+    link.obey(ToGateway::Entries(vec![Delivery { request: REQUEST, from: 0, entries }]));
+    reader.next(1).await.unwrap();
+    reader.own(true);
+    drop(reader);
+    assert_eq!(told(&link).await, [attach(), detach(false)]);
+    // Unless it has said that it will not.
+    let mut reader = link.open(RequestId(REQUEST));
+    link.obey(attached());
+    reader.own(false);
+    let entries = vec![Entry::Token { choice: 0, token: 1 }, Entry::End { cached_tokens: 0 }];
+    link.obey(ToGateway::Entries(vec![Delivery { request: REQUEST, from: 0, entries }]));
+    drop(reader);
+    assert_eq!(told(&link).await, [attach(), detach(true)]);
 }

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use pagedd_core::RequestId;
 use serde::Serialize;
 
+use super::detached::Detached;
 use super::error::{self, ApiError, json};
 use super::request::Kind;
 use crate::render::{Broken, Event, Reason, Usage};
@@ -78,6 +79,19 @@ struct Envelope<'a, C> {
     choices: &'a [C],
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<UsageField>,
+}
+
+/// The last event of a stream that goes on elsewhere: a chunk without choices, for clients that know nothing of it.
+#[derive(Serialize)]
+struct Parting<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: [(); 0],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<UsageField>,
+    detached: &'a Detached,
 }
 
 #[derive(Serialize)]
@@ -189,6 +203,20 @@ impl Head {
                 })
             }
         }
+    }
+
+    /// The data of the event that says where the stream goes on.
+    #[must_use]
+    pub fn parting(&self, detached: &Detached) -> Bytes {
+        json(&Parting {
+            id: &self.id,
+            object: self.chunk_object(),
+            created: self.created,
+            model: &self.model,
+            choices: [],
+            usage: self.include_usage.then_some(UsageField::Pending),
+            detached,
+        })
     }
 
     /// A whole answer.
@@ -354,6 +382,13 @@ pub fn push_event(out: &mut Vec<u8>, id: Option<u64>, data: &[u8]) {
     out.extend_from_slice(b"data: ");
     out.extend_from_slice(data);
     out.extend_from_slice(b"\n\n");
+}
+
+/// Appends the event that says where the stream goes on. It has a name, so that it is neither text nor an error, and no id: none of the
+/// answer is in it.
+pub fn push_parting(out: &mut Vec<u8>, data: &[u8]) {
+    out.extend_from_slice(b"event: detached\n");
+    push_event(out, None, data);
 }
 
 /// The last event of a complete stream.

@@ -6,6 +6,8 @@ use bytes::Bytes;
 use pagedd_wire::gateway::{Closed, Refusal};
 use serde::Serialize;
 
+use super::detached::Detached;
+
 /// An answer that is no success: the status, and the error object of its body.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ApiError {
@@ -23,12 +25,16 @@ pub struct ApiError {
     pub retry_after: Option<u32>,
     /// Methods that the path takes, for 405.
     pub allow: Option<&'static str>,
+    /// Where the answer will be, for a request that goes on.
+    pub detached: Option<Box<Detached>>,
 }
 
 /// The error object as it travels.
 #[derive(Serialize)]
 struct Wire<'a> {
     error: Object<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    detached: Option<&'a Detached>,
 }
 
 /// OpenAI's four keys of an error.
@@ -46,7 +52,8 @@ const SERVER: &str = "server_error";
 impl ApiError {
     fn new(status: u16, kind: &'static str, code: &'static str, message: impl Into<String>) -> Self {
         let message = message.into();
-        Self { status, message, kind, param: None, code: Some(code), retry_after: None, allow: None }
+        let (param, code) = (None, Some(code));
+        Self { status, message, kind, param, code, retry_after: None, allow: None, detached: None }
     }
 
     /// 400 about one field.
@@ -179,13 +186,16 @@ impl ApiError {
         Self::unavailable("starting", "the server is starting; try again shortly", 1)
     }
 
-    /// 503: this process ends. `resume` is the way to the rest of an accepted request.
-    pub fn shutting_down(resume: Option<String>) -> Self {
-        let message = match resume {
-            Some(how) => format!("the server is restarting; the request goes on: {how}"),
-            None => "the server is restarting; try again shortly".to_owned(),
-        };
-        Self::unavailable("shutting_down", message, 1)
+    /// 503: this process ends, and the request was not accepted.
+    pub fn shutting_down() -> Self {
+        Self::unavailable("shutting_down", "the server is restarting; try again shortly", 1)
+    }
+
+    /// 503: this process ends, and the request goes on.
+    pub fn detached(detached: Detached) -> Self {
+        let message = detached.message().to_owned();
+        let detached = Some(Box::new(detached));
+        Self { detached, ..Self::unavailable("shutting_down", message, 1) }
     }
 
     /// 503: the tenant takes no requests.
@@ -195,7 +205,9 @@ impl ApiError {
                 Self::unavailable("suspended", "this tenant is suspended; ask the operator of the server", 60)
             }
             Closed::Draining => {
-                Self::unavailable("draining", "the server is going down and takes no new requests", 5)
+                let message =
+                    "the server is being drained and takes no new requests; try again, or elsewhere";
+                Self::unavailable("draining", message, 5)
             }
             Closed::Loading => Self::unavailable("loading", "the model is loading; try again shortly", 2),
             Closed::Failed(why) => {
@@ -238,7 +250,7 @@ impl ApiError {
     /// The error object, as a body.
     #[must_use]
     pub fn to_json(&self) -> Bytes {
-        json(&Wire { error: self.object() })
+        json(&Wire { error: self.object(), detached: self.detached.as_deref() })
     }
 
     /// The error object, as a part of another.

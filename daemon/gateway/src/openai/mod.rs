@@ -5,6 +5,7 @@
 //! Every field of a body is honoured, refused with 400, or answered with a warning; none is ignored in silence.
 
 pub mod answer;
+pub mod detached;
 pub mod error;
 mod fields;
 pub mod request;

@@ -157,6 +157,7 @@ pub fn post_with(address: SocketAddr, path: &str, headers: &[(&str, &str)], body
 #[derive(Clone, PartialEq, Debug)]
 pub struct Event {
     pub id: Option<u64>,
+    pub name: Option<String>,
     /// `None`: `[DONE]`.
     pub data: Option<Value>,
 }
@@ -167,18 +168,19 @@ pub fn events(text: &str) -> Vec<Event> {
     text.split_terminator("\n\n")
         .filter(|event| !event.starts_with(':'))
         .map(|event| {
-            let mut id = None;
-            let mut data = None;
+            let (mut id, mut name, mut data) = (None, None, None);
             for line in event.lines() {
                 if let Some(value) = line.strip_prefix("id: ") {
                     id = Some(value.parse().unwrap());
+                } else if let Some(value) = line.strip_prefix("event: ") {
+                    name = Some(value.to_owned());
                 } else if let Some(value) = line.strip_prefix("data: ") {
                     data = (value != "[DONE]").then(|| serde_json::from_str(value).unwrap());
                 } else {
-                    panic!("a line that is neither id nor data: {line:?}");
+                    panic!("a line that is neither id, name nor data: {line:?}");
                 }
             }
-            Event { id, data }
+            Event { id, name, data }
         })
         .collect()
 }

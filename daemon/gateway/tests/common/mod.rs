@@ -212,7 +212,7 @@ impl Daemon {
                 }
                 None => Self::write(state, &ToGateway::NotFound { request: *request }),
             },
-            ToDaemon::Detach { request } => {
+            ToDaemon::Detach { request, .. } => {
                 state.sent.remove(request);
             }
             ToDaemon::Cancel { request } if !state.muted => {

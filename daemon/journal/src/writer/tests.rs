@@ -273,6 +273,14 @@ fn records_of_steps_do_not_pile_up_and_deleted_bytes_do_not_stay() {
     let now = bench.at(11);
     bench.writer.tick(now);
     assert!(!bench.writer.db().unclean());
+    // What goes before its time leaves as little.
+    bench.append(&[end(1)]);
+    bench.writer.delete_ended(&[id(1)], now);
+    assert_eq!(bench.log(1), None);
+    assert!(bench.writer.db().unclean() && bench.writer.wakes_at().is_some());
+    let now = bench.at(17);
+    bench.writer.tick(now);
+    assert!(!bench.writer.db().unclean());
 }
 
 #[test]
