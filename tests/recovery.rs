@@ -301,6 +301,11 @@ fn remove(daemon: &Daemon) {
 }
 
 impl Case {
+    fn name(&self) -> String {
+        let children = self.children.iter().map(|(point, visits)| format!("{point} after {visits}"));
+        children.chain(self.daemons.iter().map(|line| (*line).to_owned())).collect::<Vec<_>>().join(" | ")
+    }
+
     fn site(&self, yaml: &str) -> Site {
         let forgotten = if self.load == Load::Forgotten { "retention: 5s\n" } else { "" };
         let site = Site::new(&format!("{forgotten}{yaml}"));
@@ -387,11 +392,4 @@ fn wherever_a_process_ends_or_a_write_fails_every_stream_is_complete_and_nothing
     });
     let failed = failed.into_inner().expect("what failed");
     assert!(failed.is_empty(), "{failed:#?}");
-}
-
-impl Case {
-    fn name(&self) -> String {
-        let children = self.children.iter().map(|(point, visits)| format!("{point} after {visits}"));
-        children.chain(self.daemons.iter().map(|line| (*line).to_owned())).collect::<Vec<_>>().join(" | ")
-    }
 }
