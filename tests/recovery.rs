@@ -22,7 +22,7 @@ use pagedd_tests::wait;
 /// Cases that run at once: most of their time is a start's.
 const TOGETHER: usize = 4;
 /// A case whose points are not met by then does not meet them.
-const LIMIT: Duration = Duration::from_mins(1);
+const LIMIT: Duration = Duration::from_mins(2);
 
 /// What happens in one place.
 #[derive(Clone, Copy, Default)]
@@ -46,7 +46,7 @@ enum Load {
     Mixed,
     /// Long streams alone, accepted before any point: while nothing can be written, what is accepted is lost with its daemon.
     Long,
-    /// All kinds, with nothing kept for longer than two seconds.
+    /// All kinds, with nothing kept for long.
     Forgotten,
     /// All kinds, and a tenant that is removed.
     Removal,
@@ -260,6 +260,15 @@ fn cancel(tenant: &Tenant, ask: &Ask) {
     });
 }
 
+/// Asks for a request that is nowhere, until that is said.
+fn look_for_a_strangers(tenant: &Tenant) {
+    let path = format!("/v1/requests/{}", "0".repeat(32));
+    wait::until("a request that nobody made is not found", LIMIT, || {
+        let answer = tenant.http.send("GET", &path, &[], b"").ok().and_then(Incoming::try_read_head);
+        answer.is_some_and(|answer| answer.status == 404)
+    });
+}
+
 /// One round of what a case's clients want.
 fn round(tenant: &Tenant, asks: &Asks, load: Load) {
     let all = if load == Load::Long { &asks.long } else { &asks.mixed };
@@ -269,6 +278,7 @@ fn round(tenant: &Tenant, asks: &Asks, load: Load) {
         }
         if load != Load::Long {
             scope.spawn(|| cancel(tenant, &asks.endless));
+            scope.spawn(|| look_for_a_strangers(tenant));
         }
     });
 }
@@ -291,8 +301,13 @@ fn remove(daemon: &Daemon) {
 }
 
 impl Case {
+    fn name(&self) -> String {
+        let children = self.children.iter().map(|(point, visits)| format!("{point} after {visits}"));
+        children.chain(self.daemons.iter().map(|line| (*line).to_owned())).collect::<Vec<_>>().join(" | ")
+    }
+
     fn site(&self, yaml: &str) -> Site {
-        let forgotten = if self.load == Load::Forgotten { "retention: 2s\n" } else { "" };
+        let forgotten = if self.load == Load::Forgotten { "retention: 5s\n" } else { "" };
         let site = Site::new(&format!("{forgotten}{yaml}"));
         let points = self
             .children
@@ -338,7 +353,7 @@ impl Case {
         wait::until("the daemon answers", LIMIT, || daemon.ctl(&["status"]).code == Some(0));
         daemon.wait_ready();
         wait::until("what was accepted is durable", LIMIT, || daemon.status()["durable"]["is"] == "yes");
-        round(&acme, asks, self.load);
+        ask(&acme, &asks.mixed[0], false);
         daemon.wait_idle();
         assert_eq!(daemon.model()["blocks_held"], 0);
         let log = daemon.site().log_text();
@@ -377,11 +392,4 @@ fn wherever_a_process_ends_or_a_write_fails_every_stream_is_complete_and_nothing
     });
     let failed = failed.into_inner().expect("what failed");
     assert!(failed.is_empty(), "{failed:#?}");
-}
-
-impl Case {
-    fn name(&self) -> String {
-        let children = self.children.iter().map(|(point, visits)| format!("{point} after {visits}"));
-        children.chain(self.daemons.iter().map(|line| (*line).to_owned())).collect::<Vec<_>>().join(" | ")
-    }
 }

@@ -348,7 +348,9 @@ impl Daemon {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return Some(Err(status));
             }
-            let status = self.ctl(&["status"]).code.filter(|c| *c == 0).map(|_| self.status())?;
+            // One answer: by the next question the daemon may be gone.
+            let answer = Some(self.ctl(&["status"])).filter(|answer| answer.code == Some(0))?;
+            let status: Value = serde_json::from_str(&answer.text).ok()?;
             let models = status["models"].as_array().cloned().unwrap_or_default();
             models.iter().all(|m| m["state"]["is"] == "ready").then_some(Ok(()))
         });

@@ -46,7 +46,7 @@ impl Penalties {
     /// Whether they change nothing.
     #[must_use]
     pub fn is_none(&self) -> bool {
-        self.presence == 0.0 && self.frequency == 0.0 && self.repetition == 1.0
+        *self == Self::NONE
     }
 
     /// Whether each is in its range.

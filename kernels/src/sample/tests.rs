@@ -116,19 +116,21 @@ fn the_best_few_are_the_first_of_a_full_sort_on_every_set() {
 
 #[test]
 fn penalties_count_the_output_and_repetition_the_prompt_too() {
-    let before = [4.0, -2.0, 3.0, 1.0, 0.5];
+    let before: [f32; 5] = [4.0, -2.0, 3.0, 1.0, 0.5];
     let mut logits = before;
     let penalties = Penalties { presence: 0.5, frequency: 0.25, repetition: 2.0 };
     penalise(&mut logits, &penalties, &[2, 2, 1], &[0, 1, 0, 0, 99]);
     // Token 0 came three times, 1 once and in the prompt, 2 in the prompt, the others never; 99 is no token.
-    assert_eq!(logits, [4.0 / 2.0 - 3.0 * 0.25 - 0.5, -2.0 * 2.0 - 0.25 - 0.5, 3.0 / 2.0, 1.0, 0.5]);
+    let expected: [f32; 5] = [4.0 / 2.0 - 3.0 * 0.25 - 0.5, -2.0 * 2.0 - 0.25 - 0.5, 3.0 / 2.0, 1.0, 0.5];
+    assert_eq!(logits.map(f32::to_bits), expected.map(f32::to_bits));
 
     let mut logits = before;
     penalise(&mut logits, &Penalties { presence: -1.0, ..Penalties::NONE }, &[2], &[3, 3]);
-    assert_eq!(logits, [4.0, -2.0, 3.0, 2.0, 0.5], "a negative one makes it more likely");
+    let expected: [f32; 5] = [4.0, -2.0, 3.0, 2.0, 0.5];
+    assert_eq!(logits.map(f32::to_bits), expected.map(f32::to_bits), "a negative one makes it more likely");
     let mut logits = before;
     penalise(&mut logits, &Penalties::NONE, &[0, 1], &[2, 3]);
-    assert_eq!(logits, before);
+    assert_eq!(logits.map(f32::to_bits), before.map(f32::to_bits));
 }
 
 #[test]

