@@ -13,6 +13,8 @@ use pagedd_tests::wait;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+/// Tokens of a request that is not at its end when a test looks at it.
+const LONG: u32 = 3_000;
 /// Something that takes no longer as a rule than a moment.
 const MOMENT: Duration = Duration::from_secs(20);
 /// The daemon has ended by then, once it waits for no request any more.
@@ -103,12 +105,13 @@ fn parted(read: &mut Vec<Event>, id: &str) -> String {
 #[test]
 fn a_drain_refuses_what_is_new_lets_what_runs_end_whoever_dies_and_is_taken_back() {
     let (_folder, daemon, acme) = start("2s");
-    let undisturbed = [1, 2].map(|first| text_of(&acme, first, 600));
-    let mut streams = [1, 2].map(|first| open(&acme, first, 600));
+    let undisturbed = [1, 2].map(|first| text_of(&acme, first, LONG));
+    let stopped = worker(&daemon);
+    let mut streams = [1, 2].map(|first| open(&acme, first, LONG));
     let mut read = streams.each_mut().map(|events| vec![events.next().expect("it has begun")]);
     let ids = streams.each_ref().map(id_of);
     // What runs stands still until everything has been looked at.
-    send(&worker(&daemon), Signal::SIGSTOP);
+    send(&stopped, Signal::SIGSTOP);
 
     let drained = daemon.ctl(&["drain", "--timeout", "0"]);
     assert_eq!(drained.code, Some(5), "{}", drained.text);
@@ -129,16 +132,11 @@ fn a_drain_refuses_what_is_new_lets_what_runs_end_whoever_dies_and_is_taken_back
     assert_eq!(daemon.tenant_info("acme")["state"]["is"], "draining");
     let state = acme.http.get(&format!("/v1/requests/{}", ids[0])).ok();
     assert_eq!(state["status"], "in_progress", "{state}");
-    let late = daemon.add_unready_tenant(tiny::MIX.model, "late", "0%", "100%");
-    wait::until("a tenant that comes later refuses, too", MOMENT, || {
-        late.http.post("/v1/completions", &body(1, 4, false)).status == 503
-    });
-    assert_refused(&late);
 
     // Parts die meanwhile: it goes on, and goes on draining.
     let pid = daemon.tenant_info("acme")["gateway"]["pid"].as_u64().expect("pid") as u32;
     kill_descendant(daemon.root(), pid);
-    kill_descendant(daemon.root(), worker(&daemon).pid);
+    kill_descendant(daemon.root(), stopped.pid);
     for ((events, read), id) in streams.into_iter().zip(&mut read).zip(&ids) {
         read.extend(events);
         let cursor = read.iter().rev().find_map(|event| event.id.clone()).expect("events have ids");
@@ -149,11 +147,16 @@ fn a_drain_refuses_what_is_new_lets_what_runs_end_whoever_dies_and_is_taken_back
     let drained = daemon.ask(&["drain"]);
     assert_eq!((&drained["requests"], &drained["streams"]), (&json!(0), &json!(0)), "{drained}");
     assert_refused(&acme);
+    let late = daemon.add_unready_tenant(tiny::MIX.model, "late", "0%", "100%");
+    wait::until("a tenant that comes later refuses, too", MOMENT, || {
+        late.http.post("/v1/completions", &body(1, 4, false)).status == 503
+    });
+    assert_refused(&late);
     assert!((metric(&daemon, "pagedd_draining") - 1.0).abs() < 0.5);
 
     daemon.ask(&["undrain"]);
     wait::until("the port takes requests again", MOMENT, || acme.http.get("/health").status == 200);
-    assert_eq!(text_of(&acme, 1, 600), undisturbed[0]);
+    assert_eq!(text_of(&acme, 1, LONG), undisturbed[0]);
     assert_eq!(daemon.status()["drain"]["state"]["is"], "admitting");
     assert!(metric(&daemon, "pagedd_draining") < 0.5);
     daemon.stop();
@@ -162,10 +165,10 @@ fn a_drain_refuses_what_is_new_lets_what_runs_end_whoever_dies_and_is_taken_back
 #[test]
 fn at_sigterm_what_runs_ends_in_its_time_and_nothing_else_begins() {
     let (_folder, daemon, acme) = start("60s");
-    let undisturbed = text_of(&acme, 1, 600);
-    let mut events = open(&acme, 1, 600);
-    let mut read = vec![events.next().expect("it has begun")];
+    let undisturbed = text_of(&acme, 1, LONG);
     let (worker, processes) = (worker(&daemon), daemon.processes());
+    let mut events = open(&acme, 1, LONG);
+    let mut read = vec![events.next().expect("it has begun")];
     send(&worker, Signal::SIGSTOP);
     daemon.signal(Signal::SIGTERM);
     wait::until("the port refuses", MOMENT, || acme.http.get("/health").status == 503);
@@ -184,7 +187,6 @@ fn at_sigterm_what_runs_ends_in_its_time_and_nothing_else_begins() {
 
 #[test]
 fn what_a_sigterm_breaks_off_goes_on_after_the_next_start_and_no_token_is_lost_or_doubled() {
-    const LONG: u32 = 6_000;
     let (_folder, daemon, acme) = start("100ms");
     let undisturbed = [1, 2, 3].map(|first| text_of(&acme, first, LONG));
 
@@ -272,9 +274,15 @@ fn with_a_retention_of_nothing_a_request_is_gone_once_it_was_read_and_stays_wher
     assert_eq!(globex.http.get(&kept).status, 200, "another tenant's is there");
 
     // Its client went away in the middle, and may come back.
-    let left = acme.http.stream("/v1/completions", &[("pagedd-resumable", "1")], &body(2, 64, true)).events();
+    let worker = worker(&daemon);
+    let resumable = [("pagedd-resumable", "1")];
+    let left = acme.http.stream("/v1/completions", &resumable, &body(2, LONG, true)).events();
     let unread = format!("/v1/requests/{}", id_of(&left));
+    send(&worker, Signal::SIGSTOP);
     left.leave();
+    wait::until("nobody reads it", MOMENT, || daemon.status()["drain"]["streams"] == 0);
+    assert_eq!(daemon.status()["drain"]["requests"], 1, "it has not ended");
+    send(&worker, Signal::SIGCONT);
     daemon.wait_idle();
     // By now the journal has looked at what it keeps.
     wait::until("another that was read is gone", MOMENT, || {

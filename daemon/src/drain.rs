@@ -77,13 +77,15 @@ impl Daemon {
 
     /// Whether the daemon admits, and what is under way.
     pub async fn drain_info(&self) -> DrainInfo {
-        let Load { requests, streams } = load(&self.shop.hub).await.unwrap_or_default();
         let (mut running, mut waiting) = (0, 0);
         for model in &self.models {
             let stats = model.stats.borrow();
             running += stats.scheduler.running();
             waiting += stats.scheduler.waiting();
         }
+        // A hub that is too busy to say has something to do.
+        let busy = Load { requests: (running + waiting).max(1), streams: 0 };
+        let Load { requests, streams } = load(&self.shop.hub).await.unwrap_or(busy);
         DrainInfo { state: self.drain, requests, running, waiting, streams }
     }
 }

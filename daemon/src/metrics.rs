@@ -212,7 +212,7 @@ fn admission(families: &mut Families, drain: &DrainInfo) {
     families.gauge("pagedd_draining", "Whether new requests of all tenants are refused.", &none, draining);
     let help = "Until when a drain is waited for, in seconds since 1970; NaN without a limit.";
     let deadline = deadline.map_or(f64::NAN, |unix| unix as f64);
-    families.gauge("pagedd_drain_deadline_seconds", help, &none, deadline);
+    families.gauge("pagedd_drain_deadline_timestamp_seconds", help, &none, deadline);
     let help = "Requests that were accepted and have not ended.";
     families.gauge("pagedd_requests_live", help, &none, drain.requests);
     let help = "Requests that a client reads at this moment.";
