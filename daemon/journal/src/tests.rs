@@ -340,7 +340,7 @@ fn a_journal_of_version_1_is_read_with_all_that_is_in_it_and_a_copy_is_left() {
         stop_ids: Vec::new(),
         context: Vec::new(),
     };
-    let body = crate::saved::seal(&saved).unwrap();
+    let body = saved::seal(&saved).unwrap();
     first
         .execute(
             "INSERT INTO requests (seq, id, tenant, bytes, first_step) VALUES (1, zeroblob(16), 1, 9, 1)",
