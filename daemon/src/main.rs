@@ -18,12 +18,16 @@
 //! | [`model`] | one model: its engine's thread |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
 //! | [`arenas`] | what workers leave behind: arenas, the ledger of the KV arena, the last writer |
+//! | [`blocks`] | KV blocks in files |
+//! | [`checkpoint`], [`reload`] | checkpoints by hand, and a start from one |
 //! | [`metrics`], [`status`] | what operators see |
 //! | [`convert`], [`settings`], [`backoff`], [`child`] | small parts |
 
 mod admin;
 mod arenas;
 mod backoff;
+mod blocks;
+mod checkpoint;
 mod child;
 mod convert;
 mod daemon;
@@ -32,6 +36,7 @@ mod hub;
 mod metrics;
 mod model;
 mod recorder;
+mod reload;
 mod settings;
 mod start;
 mod status;

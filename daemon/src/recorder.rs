@@ -11,6 +11,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
+use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -68,6 +69,8 @@ pub enum Told {
     Replayed(RequestId),
     /// The tenant was removed: nothing of it is kept.
     Forget(TenantId),
+    /// All that is committed is to be copied to this new file, at one moment; the answer says why it was not.
+    Save(PathBuf, oneshot::Sender<Result<(), String>>),
     /// Nothing more comes; the answer comes once everything is on disk.
     Sync(oneshot::Sender<()>),
 }
@@ -339,6 +342,13 @@ impl Work {
                 self.claims.retain(|(of, _), _| *of != tenant);
                 self.lost_keys.retain(|(of, _), _| *of != tenant);
                 drop(self.hub.send(Message::Forget(tenant)).await);
+            }
+            Told::Save(file, answer) => {
+                let saved = match self.writer.durability() {
+                    Durability::Durable => self.writer.db().save(&file).map_err(|error| error.to_string()),
+                    Durability::Lost { reason, .. } => Err(format!("the journal cannot be written: {reason}")),
+                };
+                _ = answer.send(saved);
             }
             Told::Sync(answer) => {
                 if self.writer.durability() != Durability::Durable {

@@ -79,13 +79,15 @@ pub struct Site {
     disk: Option<&'static str>,
     /// Points at which the daemon or its worker ends.
     points: Option<String>,
+    /// Further arguments of the daemon's command line.
+    arguments: Vec<String>,
 }
 
 impl Site {
     /// A fresh place with this configuration.
     pub fn new(yaml: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
-        let site = Self { folder, programs: None, disk: None, points: None };
+        let site = Self { folder, programs: None, disk: None, points: None, arguments: Vec::new() };
         site.configure(yaml);
         site
     }
@@ -106,6 +108,13 @@ impl Site {
     #[must_use]
     pub fn with_points(mut self, points: String) -> Self {
         self.points = Some(points);
+        self
+    }
+
+    /// Starts the daemon with these arguments, too.
+    #[must_use]
+    pub fn with_arguments(mut self, arguments: &[&str]) -> Self {
+        self.arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
         self
     }
 
@@ -183,6 +192,7 @@ impl Site {
             }
         };
         command.arg("--config").arg(self.config()).arg("--state-dir").arg(self.state());
+        command.args(&self.arguments);
         command.env_clear().env("PATH", "/usr/bin:/bin").env("RUST_BACKTRACE", "1").stdin(Stdio::null());
         if let Some(points) = &self.points {
             command.env("FAILPOINTS", points);

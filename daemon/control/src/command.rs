@@ -1,5 +1,6 @@
 //! What can be asked.
 
+use crate::CheckpointCommand;
 use serde::{Deserialize, Serialize};
 
 /// One line from the client.
@@ -40,11 +41,13 @@ pub enum Command {
     Status,
     /// Metrics in Prometheus' text format. Answered by [`crate::Reply::Metrics`].
     Metrics,
+    /// Writes, shows, checks or takes up a checkpoint; see there for what answers.
+    Checkpoint(CheckpointCommand),
 }
 
 impl Command {
     /// Every command's name on the wire, for audit lines and metrics' closed label set.
-    pub const NAMES: [&'static str; 12] = [
+    pub const NAMES: [&'static str; 13] = [
         "tenant_add",
         "tenant_set",
         "tenant_remove",
@@ -57,6 +60,7 @@ impl Command {
         "key_revoke",
         "status",
         "metrics",
+        "checkpoint",
     ];
 
     /// The name on the wire.
@@ -75,6 +79,7 @@ impl Command {
             Self::KeyRevoke(_) => "key_revoke",
             Self::Status => "status",
             Self::Metrics => "metrics",
+            Self::Checkpoint(_) => "checkpoint",
         }
     }
 
@@ -90,6 +95,7 @@ impl Command {
             | Self::KeyCreate(_)
             | Self::KeyRevoke(_) => true,
             Self::TenantList | Self::TenantShow(_) | Self::KeyList(_) | Self::Status | Self::Metrics => false,
+            Self::Checkpoint(command) => command.changes(),
         }
     }
 }
