@@ -163,7 +163,11 @@ fn a_running_daemon_steps_back_to_a_checkpoint_and_keeps_what_it_had() {
     // The number of the tenant that is gone is given anew, and nothing of it is found under it.
     let newer = daemon.add_tenant_of("tiny", "newer", "0%", "100%");
     whole_text(open(&newer, 2));
-    assert!(metric(&newer, "pagedd_cached_prompt_tokens_total") < BLOCK, "{}", newer.http.get("/metrics").text());
+    assert!(
+        metric(&newer, "pagedd_prefix_cache_hits_total") < BLOCK,
+        "{}",
+        newer.http.get("/metrics").text()
+    );
     assert!(!daemon.site().state().join("restore").exists());
     daemon.stop();
 }

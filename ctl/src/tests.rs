@@ -607,7 +607,10 @@ take it up with `pagedctl checkpoint restore one`
     let (command, _) = asks("checkpoint save", Reply::CheckpointSaved(checkpoint()));
     let CheckpointCommand::Save(CheckpointSave { name, kv: false }) = command else { panic!("{command:?}") };
     assert_eq!(name.len(), 15, "{name}");
-    assert!(name.chars().enumerate().all(|(i, c)| if i == 8 { c == '-' } else { c.is_ascii_digit() }), "{name}");
+    assert!(
+        name.chars().enumerate().all(|(i, c)| if i == 8 { c == '-' } else { c.is_ascii_digit() }),
+        "{name}"
+    );
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Checkpoints by hand: saved while everything goes on, looked at, and ordered to be taken up.
 //!
-//! **Owns** that one is saved at a time, and the order of it: control.db, with it held still journal.db at a batch's boundary, then KV blocks.
+//! **Owns** that one thing is done at a time, and the order of it: control.db, with it held still journal.db at a batch's boundary, then KV blocks.
 //! **Never** puts one in place: the next daemon does, at its start ([`crate::reload`]), since only then no database is open.
 
 use std::path::{Path, PathBuf};
@@ -34,8 +34,8 @@ pub struct Checkpoints {
     pub db: Db,
     /// The journal.
     pub recorder: mpsc::Sender<Told>,
-    /// Held while one is being saved.
-    pub saving: Mutex<()>,
+    /// Held while a command is carried out: threads that wait for the disk are few.
+    pub one: Mutex<()>,
     /// Told where the daemon is to end and start anew.
     pub restart: Arc<Notify>,
 }
@@ -62,6 +62,7 @@ impl Checkpoints {
     }
 
     async fn answer(&self, command: CheckpointCommand) -> Result<Reply, ControlError> {
+        let _one = self.one.lock().await;
         let state_dir = self.state_dir.clone();
         match command {
             CheckpointCommand::Save(save) => self.save(save).await,
@@ -70,16 +71,14 @@ impl Checkpoints {
                 blocking(move || shown(&located(&state_dir, &at)?).map(Reply::Checkpoint)).await
             }
             CheckpointCommand::Verify(at) => {
-                blocking(move || Ok(Reply::CheckpointWhole(info_of(&whole(&located(&state_dir, &at)?)?)))).await
+                blocking(move || Ok(Reply::CheckpointWhole(info_of(&whole(&located(&state_dir, &at)?)?))))
+                    .await
             }
             CheckpointCommand::Restore(at) => self.restore(at).await,
         }
     }
 
     async fn save(&self, save: CheckpointSave) -> Result<Reply, ControlError> {
-        let Ok(_one) = self.saving.try_lock() else {
-            return Err(ControlError::new(ErrorCode::Busy, "another checkpoint is being saved"));
-        };
         let identities = self.identities()?;
         let CheckpointSave { name, kv } = save;
         let state_dir = self.state_dir.clone();
@@ -99,7 +98,8 @@ impl Checkpoints {
             let models =
                 models.into_iter().map(|(model, identity)| copy_blocks(&draft, &model, identity, kv));
             let models = models.collect::<Result<Vec<_>, _>>()?;
-            let checkpoint = draft.finish(env!("CARGO_PKG_VERSION"), unix(), models).map_err(|e| refused(&e))?;
+            let checkpoint =
+                draft.finish(env!("CARGO_PKG_VERSION"), unix(), models).map_err(|e| refused(&e))?;
             Ok(Reply::CheckpointSaved(info_of(&checkpoint)))
         })
         .await
@@ -192,9 +192,9 @@ fn copy_blocks(
     let mut saved = SavedModel { identity, blocks: 0, kv };
     let mut ledger = draft.create(&saved.ledger_file()).map_err(|e| refused(&e))?;
     let mut bytes = kv.then(|| draft.create(&saved.kv_file())).transpose().map_err(|e| refused(&e))?;
-    saved.blocks = shelf.copy_out(&mut ledger, bytes.as_mut()).map_err(|source| {
-        refused(&CheckpointError::Io { path: draft.file(&saved.ledger_file()), source })
-    })?;
+    saved.blocks = shelf
+        .copy_out(&mut ledger, bytes.as_mut())
+        .map_err(|source| refused(&CheckpointError::Io { path: draft.file(&saved.ledger_file()), source }))?;
     Ok(saved)
 }
 

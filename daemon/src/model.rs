@@ -128,9 +128,9 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
     });
     let (go, waiting) = sync_channel(1);
     let (config, shelf) = (config.clone(), model.shelf.clone());
-    let thread = thread::Builder::new()
-        .name(format!("engine-{name}"))
-        .spawn(move || run(worker, &config, &waiting, &shelf, commands, StatsObserver(stats_sender), start))?;
+    let thread = thread::Builder::new().name(format!("engine-{name}")).spawn(move || {
+        run(worker, &config, &waiting, &shelf, commands, StatsObserver(stats_sender), start);
+    })?;
     Ok(Started { model, thread, go })
 }
 

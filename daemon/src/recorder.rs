@@ -346,7 +346,9 @@ impl Work {
             Told::Save(file, answer) => {
                 let saved = match self.writer.durability() {
                     Durability::Durable => self.writer.db().save(&file).map_err(|error| error.to_string()),
-                    Durability::Lost { reason, .. } => Err(format!("the journal cannot be written: {reason}")),
+                    Durability::Lost { reason, .. } => {
+                        Err(format!("the journal cannot be written: {reason}"))
+                    }
                 };
                 _ = answer.send(saved);
             }

@@ -195,7 +195,8 @@ pub fn split(args: impl IntoIterator<Item = OsString>) -> (Vec<OsString>, Vec<Os
 /// A small file of the state directory, on disk when it returns, whole or as it was.
 fn write(state_dir: &Path, name: &str, text: &[u8]) -> io::Result<()> {
     let (path, partial) = (state_dir.join(name), state_dir.join(format!("{name}.partial")));
-    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&partial)?;
+    let mut file =
+        fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&partial)?;
     file.write_all(text)?;
     file.sync_all()?;
     fs::rename(partial, path)?;

@@ -199,9 +199,7 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
     let around = surroundings(&config, store.clone())?;
     let lifeline = keeper::lifeline();
     let reloaded = match reload::wanted(&config.state_dir, flag, lifeline.is_none()).map_err(|e| state(&e))? {
-        Some(wanted) => {
-            runtime.block_on(reload::reload(&config, &around, &wanted)).map_err(|e| state(&e))?
-        }
+        Some(wanted) => runtime.block_on(reload::reload(&config, &around, &wanted)).map_err(|e| state(&e))?,
         None => Reloaded::default(),
     };
     let db = ControlDb::open(&config.state_dir).map_err(|e| state_failure(&e))?;
@@ -403,7 +401,7 @@ async fn serve(config: Config, db: ControlDb, mut journal: JournalDb, begun: Beg
         models: models.clone(),
         db: db.clone(),
         recorder: recorder.inbox.clone(),
-        saving: tokio::sync::Mutex::new(()),
+        one: tokio::sync::Mutex::new(()),
         restart: restart.clone(),
     });
     let daemon = Daemon {

@@ -24,7 +24,7 @@ use pagedd_wire::gateway::KeyEntry;
 use pagedd_wire::worker::ModelInfo;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::gateway::{GatewayLimits, GatewayState, GatewayTask, Going, TenantFacts};
 use crate::hub::{Message, Ticket};

@@ -1,8 +1,6 @@
 //! What is answered.
 
-use crate::{
-    CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError,
-};
+use crate::{CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 

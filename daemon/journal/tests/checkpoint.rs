@@ -1,5 +1,7 @@
 //! Checkpoints as directories: what comes back, what is refused and why, and what a cut leaves.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use std::fs::{self, OpenOptions};
@@ -124,7 +126,10 @@ fn what_was_saved_is_what_the_next_start_finds_and_what_was_there_is_kept_aside(
     let aside = checkpoint.put_in_place(new.path(), NOW).unwrap();
     let (placed, placed_journal) =
         (ControlDb::open(new.path()).unwrap(), JournalDb::open(new.path(), Fsync::Never).unwrap());
-    assert_eq!((placed.tenants().unwrap(), placed.installation_secret()), (tenants, control.installation_secret()));
+    assert_eq!(
+        (placed.tenants().unwrap(), placed.installation_secret()),
+        (tenants, control.installation_secret())
+    );
     assert_eq!(placed.keys(TenantId(1)).unwrap(), control.keys(TenantId(1)).unwrap());
     assert_eq!(replay(&placed_journal), requests);
     assert_eq!(*ControlDb::open(&aside).unwrap().installation_secret(), other_secret);
@@ -210,7 +215,10 @@ fn a_manifest_that_is_foreign_torn_changed_or_of_a_future_format_is_refused_by_n
     let whole = fs::read(&manifest).unwrap();
     let shown = path.display();
 
-    assert_eq!(refusal(&dir.path().join("none")), format!("there is no checkpoint at {}/none", dir.path().display()));
+    assert_eq!(
+        refusal(&dir.path().join("none")),
+        format!("there is no checkpoint at {}/none", dir.path().display())
+    );
     assert!(refusal(&manifest).ends_with("is no checkpoint of pagedd's: it is no directory"));
     assert!(refusal(dir.path()).ends_with("is no checkpoint of pagedd's: it has no manifest.json"));
     fs::write(&manifest, "{\"name\":\"x\"}").unwrap();

@@ -4,7 +4,9 @@
 //! whole.
 
 use super::read::sum;
-use super::{CHECKPOINTS, Checkpoint, CheckpointError, FORMAT, MANIFEST, Manifest, SavedFile, SavedModel, named};
+use super::{
+    CHECKPOINTS, Checkpoint, CheckpointError, FORMAT, MANIFEST, Manifest, SavedFile, SavedModel, named,
+};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
@@ -64,8 +66,7 @@ impl Draft {
         models: Vec<SavedModel>,
     ) -> Result<Checkpoint, CheckpointError> {
         let files = self.files()?;
-        let manifest =
-            Manifest { format: FORMAT, pagedd: pagedd.to_owned(), created_unix, models, files };
+        let manifest = Manifest { format: FORMAT, pagedd: pagedd.to_owned(), created_unix, models, files };
         let path = self.file(MANIFEST);
         let mut file = self.create(MANIFEST)?;
         let text = manifest.encode().map_err(|error| CheckpointError::io(&path)(error.into()))?;

@@ -164,7 +164,11 @@ impl Manifest {
         }
         let sealed: Sealed = serde_json::from_value(value).map_err(|error| damaged(error.to_string()))?;
         let sum = digest(&sealed.manifest).map_err(|error| damaged(error.to_string()))?;
-        if sum == sealed.sha256 { Ok(sealed.manifest) } else { Err(damaged("its SHA-256 is wrong".to_owned())) }
+        if sum == sealed.sha256 {
+            Ok(sealed.manifest)
+        } else {
+            Err(damaged("its SHA-256 is wrong".to_owned()))
+        }
     }
 }
 

@@ -78,8 +78,7 @@ impl Checkpoint {
     /// # Errors
     /// There is none, it is of something else or of a newer version, or its manifest is damaged.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
-        let foreign =
-            |problem: String| CheckpointError::Foreign { path: path.to_path_buf(), problem };
+        let foreign = |problem: String| CheckpointError::Foreign { path: path.to_path_buf(), problem };
         match fs::metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(CheckpointError::Missing { path: path.to_path_buf() });
@@ -138,8 +137,10 @@ impl Checkpoint {
         for file in &self.manifest.files {
             match fs::metadata(self.file(&file.name)) {
                 Ok(found) if found.len() == file.bytes => {}
-                Ok(found) => problems
-                    .push(problem(&file.name, format!("it has {} bytes, {} were written", found.len(), file.bytes))),
+                Ok(found) => problems.push(problem(
+                    &file.name,
+                    format!("it has {} bytes, {} were written", found.len(), file.bytes),
+                )),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     problems.push(problem(&file.name, "it is missing".to_owned()));
                 }
