@@ -2,7 +2,7 @@
 
 use crate::context::{Context, Environment, Outcome};
 use crate::failure::{self, Failure};
-use crate::{completions, config_check, drain, key, metrics, status, tenant};
+use crate::{checkpoint, completions, config_check, drain, key, metrics, status, tenant};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -39,6 +39,9 @@ enum Top {
     Status,
     /// Print metrics in Prometheus' text format
     Metrics,
+    /// Save, show and take up checkpoints of everything: tenants, keys, requests, KV blocks
+    #[command(subcommand)]
+    Checkpoint(Checkpoint),
     /// Check a configuration file
     #[command(subcommand)]
     Config(Config),
@@ -72,6 +75,20 @@ enum Key {
     List(key::list::Args),
     /// Revoke a key at once
     Revoke(key::revoke::Args),
+}
+
+#[derive(Debug, Subcommand)]
+enum Checkpoint {
+    /// Write a checkpoint while everything goes on
+    Save(checkpoint::save::Args),
+    /// List the checkpoints of the state directory
+    List,
+    /// Show what is in a checkpoint
+    Inspect(checkpoint::inspect::Args),
+    /// Read all of a checkpoint and say what is wrong with it
+    Verify(checkpoint::verify::Args),
+    /// Put a checkpoint in the place of the present state, which is kept aside; the daemon starts anew
+    Restore(checkpoint::restore::Args),
 }
 
 #[derive(Debug, Subcommand)]
@@ -119,6 +136,11 @@ fn dispatch(cli: Cli, environment: &Environment) -> Result<String, Failure> {
         Top::Undrain => drain::undo(&context),
         Top::Status => status::run(&context),
         Top::Metrics => metrics::run(&context),
+        Top::Checkpoint(Checkpoint::Save(args)) => checkpoint::save::run(&args, &context),
+        Top::Checkpoint(Checkpoint::List) => checkpoint::list::run(&context),
+        Top::Checkpoint(Checkpoint::Inspect(args)) => checkpoint::inspect::run(&args, &context),
+        Top::Checkpoint(Checkpoint::Verify(args)) => checkpoint::verify::run(&args, &context),
+        Top::Checkpoint(Checkpoint::Restore(args)) => checkpoint::restore::run(&args, &context),
         Top::Config(Config::Check(args)) => config_check::run(&args, &context, environment),
         Top::Completions(args) => Ok(completions::run(&args)),
     }

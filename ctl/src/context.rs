@@ -5,6 +5,10 @@ use pagedd_control::{Client, Command, Reply};
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::time::Duration;
+
+/// How long a checkpoint of much memory on a slow disk may take.
+const PATIENCE: Duration = Duration::from_hours(1);
 
 /// What is taken from the process and the host, so that tests can give something else.
 #[derive(Clone, Debug)]
@@ -71,14 +75,34 @@ impl Context {
         (self.progress)(line);
     }
 
+    /// As [`Context::ask`], where the daemon reads or writes much before it answers.
+    pub fn ask_patiently(
+        &self,
+        command: Command,
+        show: impl FnOnce(&Reply) -> Option<String>,
+    ) -> Result<String, Failure> {
+        self.ask_within(PATIENCE, command, show)
+    }
+
     /// Asks the daemon; the text to print is the reply as JSON, or what `show` makes of it (`None`: not an answer to this).
     pub fn ask(
         &self,
         command: Command,
         show: impl FnOnce(&Reply) -> Option<String>,
     ) -> Result<String, Failure> {
+        self.ask_within(Client::TIMEOUT, command, show)
+    }
+
+    fn ask_within(
+        &self,
+        timeout: Duration,
+        command: Command,
+        show: impl FnOnce(&Reply) -> Option<String>,
+    ) -> Result<String, Failure> {
         let asked = command.name();
-        let reply = Client::connect(&self.socket)?.call(command)?;
+        let mut client = Client::connect(&self.socket)?;
+        client.set_timeout(timeout)?;
+        let reply = client.call(command)?;
         let text = show(&reply).ok_or_else(|| Failure::wrong_reply(asked, &reply))?;
         if !self.json {
             return Ok(text);

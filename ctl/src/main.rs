@@ -3,6 +3,7 @@
 //! **Owns** what an operator types and reads. **Never** opens the daemon's files: everything but `config check` goes through
 //! the admin socket, and what is refused there is printed as it came.
 
+mod checkpoint;
 mod cli;
 mod completions;
 mod config_check;

@@ -21,6 +21,8 @@ use pagedd_wire::worker::{Arena, KnownCost, ModelInfo};
 use pagedd_wire::{FrameBuffer, encode};
 use tracing::{info, warn};
 
+use crate::blocks::Shelf;
+
 /// How long a killed worker of an earlier daemon may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
 
@@ -128,6 +130,39 @@ impl Arenas {
         }
     }
 
+    /// What an earlier daemon's ledger says does not hold here: [`Arenas::ledger`] makes another.
+    pub fn forget_ledger(&mut self) {
+        self.ledger = None;
+        self.forget(LEDGER);
+    }
+
+    /// What a copy of the KV blocks is made from.
+    ///
+    /// # Errors
+    /// From the system.
+    pub fn shelf(
+        &self,
+        ledger: &Ledger<SharedMemory>,
+        info: &ModelInfo,
+        cache_key: [u8; 32],
+    ) -> io::Result<Shelf> {
+        let kv = self.kv.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let header = self.header(info, cache_key)?;
+        Shelf::new(kv.as_fd(), ledger.memory().as_fd(), header, cache_key)
+    }
+
+    fn header(&self, info: &ModelInfo, cache_key: [u8; 32]) -> io::Result<LedgerHeader> {
+        let kv = self.kv.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        Ok(LedgerHeader {
+            block_size: Tokens(info.block_size),
+            blocks: Blocks(info.blocks),
+            block_bytes: info.block_bytes,
+            model: info.digest,
+            key_id: PrefixHasher::new(cache_key).key_id(file_id(kv.as_fd())?),
+            weight_epoch: 0,
+        })
+    }
+
     /// The ledger of the KV arena, which a worker has taken or made as `info` says: an earlier daemon's where it speaks of this very
     /// arena, otherwise an empty one. To be asked once.
     ///
@@ -135,15 +170,7 @@ impl Arenas {
     /// The system gave no memory for one.
     pub fn ledger(&mut self, info: &ModelInfo, cache_key: [u8; 32]) -> io::Result<Ledger<SharedMemory>> {
         fail_point!("ledger-open", |_| Err(io::ErrorKind::OutOfMemory.into()));
-        let kv = self.kv.as_ref().ok_or(io::ErrorKind::NotFound)?;
-        let expected = LedgerHeader {
-            block_size: Tokens(info.block_size),
-            blocks: Blocks(info.blocks),
-            block_bytes: info.block_bytes,
-            model: info.digest,
-            key_id: PrefixHasher::new(cache_key).key_id(file_id(kv.as_fd())?),
-            weight_epoch: 0,
-        };
+        let expected = self.header(info, cache_key)?;
         let found = self.ledger.take().map(|fd| found(fd, &expected));
         if let Some(Ok(ledger)) = found {
             info!(model = self.model, blocks = ledger.records().count(), "blocks of an earlier daemon");
@@ -169,6 +196,11 @@ const KV: &str = "kv";
 const LEDGER: &str = "ledger";
 const WORKER: &str = "worker";
 const COST: &str = "cost";
+
+/// What the manager holds the ledger of a model's KV arena under.
+pub fn ledger_name(model: &str) -> String {
+    name(LEDGER, model)
+}
 
 /// What the manager holds an fd under.
 fn name(kind: &str, model: &str) -> String {

@@ -23,6 +23,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{error, info, warn};
 
 use crate::admin::Order;
+use crate::checkpoint::Checkpoints;
 use crate::convert;
 use crate::gateway::Going;
 use crate::hub::Message;
@@ -69,6 +70,8 @@ pub struct Daemon {
     pub events: mpsc::WeakSender<Event>,
     /// Whether what was accepted survives the daemon.
     pub durability: watch::Receiver<Durability>,
+    /// What is asked about checkpoints.
+    pub checkpoints: Arc<Checkpoints>,
     /// Live requests of an earlier daemon, in the order of their admission, until their models are ready.
     pub restored: Vec<Kept>,
     /// Whether it admits requests.
@@ -90,6 +93,7 @@ pub enum Event {
 }
 
 /// control.db, used off the runtime's thread: a commit waits for the disk, and tokens must not.
+#[derive(Clone)]
 pub struct Db(Arc<Mutex<ControlDb>>);
 
 impl Db {
@@ -98,7 +102,11 @@ impl Db {
         Self(Arc::new(Mutex::new(db)))
     }
 
-    async fn with<T: Send + 'static>(
+    /// Does some work with it.
+    ///
+    /// # Errors
+    /// As the work says; nothing has changed.
+    pub async fn with<T: Send + 'static>(
         &self,
         work: impl FnOnce(&mut ControlDb) -> Result<T, DbError> + Send + 'static,
     ) -> Result<T, ControlError> {
@@ -113,7 +121,8 @@ impl Db {
     }
 }
 
-fn db_error(error: &DbError) -> ControlError {
+/// As `pagedctl` shows it.
+pub fn db_error(error: &DbError) -> ControlError {
     let code = match error {
         DbError::DuplicateName { .. } => ErrorCode::DuplicateName,
         DbError::DuplicatePort { .. } => ErrorCode::PortInUse,
@@ -130,6 +139,9 @@ impl Daemon {
     pub async fn run(mut self, mut events: mpsc::Receiver<Event>) {
         while let Some(event) = events.recv().await {
             match event {
+                Event::Order(Order { command: Command::Checkpoint(command), answer }) => {
+                    tokio::spawn(self.checkpoints.clone().obey(command, answer));
+                }
                 Event::Order(Order { command, answer }) => {
                     let (name, changes) = (command.name(), command.changes());
                     let result = self.obey(command).await;
@@ -180,6 +192,7 @@ impl Daemon {
             Command::Drain(drain) => Reply::Drain(self.drain(drain).await?),
             Command::Undrain => Reply::Drain(self.undrain().await?),
             Command::Status => Reply::Status(self.status().await),
+            Command::Checkpoint(_) => unreachable!("see `run`"),
             Command::Metrics => {
                 let drain = self.drain_info().await;
                 let text = self.shop.exporter.all(&self.models, &self.tenants, &self.facts, &drain).await;

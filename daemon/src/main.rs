@@ -20,12 +20,16 @@
 //! | [`model`] | one model: its engine's thread |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
 //! | [`arenas`] | what workers leave behind: arenas, the ledger of the KV arena, the last writer |
+//! | [`blocks`] | KV blocks in files |
+//! | [`checkpoint`], [`reload`] | checkpoints by hand, and a start from one |
 //! | [`metrics`], [`status`] | what operators see |
 //! | [`convert`], [`settings`], [`backoff`], [`child`], `points` | small parts |
 
 mod admin;
 mod arenas;
 mod backoff;
+mod blocks;
+mod checkpoint;
 mod child;
 mod convert;
 mod daemon;
@@ -37,6 +41,7 @@ mod model;
 #[cfg(feature = "failpoints")]
 mod points;
 mod recorder;
+mod reload;
 mod retention;
 mod settings;
 mod start;

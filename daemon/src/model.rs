@@ -5,7 +5,8 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -20,6 +21,7 @@ use pagedd_wire::worker::{MOST_DRAFTS, ModelInfo};
 use tokio::sync::{mpsc, watch};
 use tracing::{error, info, warn};
 
+use crate::blocks::{Seed, Shelf};
 use crate::hub::Ticket;
 use crate::recorder::Told;
 use crate::settings;
@@ -51,8 +53,30 @@ pub struct Model {
     pub stats: watch::Receiver<EngineStats>,
     /// Forks its gateways.
     pub template: TemplateHandle,
+    /// What a copy of its KV blocks is made from, once its engine runs.
+    pub shelf: Arc<OnceLock<Shelf>>,
     /// Zero of its engine's clock.
     start: Instant,
+}
+
+/// A model whose worker loads, and whose engine waits for what the databases say.
+pub struct Started {
+    /// The model.
+    pub model: Arc<Model>,
+    /// Its engine's.
+    pub thread: thread::JoinHandle<()>,
+    /// Takes what the engine needs; it ends where nothing comes.
+    pub go: SyncSender<Go>,
+}
+
+/// What an engine needs beside its worker.
+pub struct Go {
+    /// Keys the prefix hash; of this installation.
+    pub cache_key: [u8; 32],
+    /// Where it makes things durable.
+    pub recorder: mpsc::Sender<Told>,
+    /// What its KV arena begins with.
+    pub seed: Seed,
 }
 
 /// What all models share.
@@ -61,19 +85,12 @@ pub struct Surroundings {
     pub programs: PathBuf,
     /// Arenas of an earlier daemon.
     pub store: Arc<FdStore>,
-    /// Keys the prefix hash; of this installation.
-    pub cache_key: [u8; 32],
     /// Environment of children.
     pub env: Environment,
 }
 
 /// Starts a model's thread. It loads at once.
-pub fn start(
-    id: ModelId,
-    config: &Settings,
-    around: &Surroundings,
-    recorder: mpsc::Sender<Told>,
-) -> io::Result<(Arc<Model>, thread::JoinHandle<()>)> {
+pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Result<Started> {
     let name = config.name.to_string();
     let (engine, commands) = inbox(INBOX);
     let (state_sender, state) = watch::channel(ModelState::Loading { permille: 0 });
@@ -106,30 +123,24 @@ pub fn start(
         state,
         stats,
         template,
+        shelf: Arc::default(),
         start,
     });
-    let (config, cache_key) = (config.clone(), around.cache_key);
+    let (go, waiting) = sync_channel(1);
+    let (config, shelf) = (config.clone(), model.shelf.clone());
     let thread = thread::Builder::new().name(format!("engine-{name}")).spawn(move || {
-        run(
-            worker,
-            &config,
-            cache_key,
-            commands,
-            RecorderJournal { recorder },
-            StatsObserver(stats_sender),
-            start,
-        );
+        run(worker, &config, &waiting, &shelf, commands, StatsObserver(stats_sender), start);
     })?;
-    Ok((model, thread))
+    Ok(Started { model, thread, go })
 }
 
 /// The engine's thread.
 fn run(
     mut worker: WorkerProcess,
     config: &Settings,
-    cache_key: [u8; 32],
+    go: &Receiver<Go>,
+    shelf: &OnceLock<Shelf>,
     commands: Inbox<Box<Ticket>>,
-    journal: RecorderJournal,
     observer: StatsObserver,
     start: Instant,
 ) {
@@ -140,13 +151,20 @@ fn run(
             return;
         }
     };
+    // Where nothing comes, the daemon does not start.
+    let Ok(Go { cache_key, recorder, seed }) = go.recv() else { return };
     let scheduler = Scheduler::new(scheduler_config(config, &info, cache_key));
     info!(model = config.name.as_str(), blocks = info.blocks, block_size = info.block_size, "engine runs");
-    let ledger = worker.ledger(&info, cache_key);
+    let ledger = worker.ledger(&info, cache_key, &seed);
+    drop(seed);
+    let journal = RecorderJournal { recorder };
     let mut engine =
         Engine::new(EngineConfig::default(), commands, scheduler, worker, journal, observer, start);
     match ledger {
-        Ok(ledger) => engine = engine.with_ledger(Box::new(ledger)),
+        Ok((ledger, copies)) => {
+            shelf.get_or_init(|| copies);
+            engine = engine.with_ledger(Box::new(ledger));
+        }
         Err(error) => {
             warn!(model = config.name.as_str(), %error, "what is in the KV arena will not be known after a restart");
         }

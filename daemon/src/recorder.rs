@@ -11,6 +11,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
+use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -77,6 +78,8 @@ pub enum Told {
     Forget(TenantId),
     /// How long a tenant's requests are kept after their end; `None` is as long as others'.
     Retain(TenantId, Option<Duration>),
+    /// All that is committed is to be copied to this new file, at one moment; the answer says why it was not.
+    Save(PathBuf, oneshot::Sender<Result<(), String>>),
     /// Nothing more comes; the answer comes once everything is on disk.
     Sync(oneshot::Sender<()>),
 }
@@ -460,6 +463,15 @@ impl Work {
                 let soon = Instant::now() + self.expire_every();
                 self.expire_at = self.expire_at.map(|at| at.min(soon));
                 drop(self.hub.send(Message::Retain(tenant, own)).await);
+            }
+            Told::Save(file, answer) => {
+                let saved = match self.writer.durability() {
+                    Durability::Durable => self.writer.db().save(&file).map_err(|error| error.to_string()),
+                    Durability::Lost { reason, .. } => {
+                        Err(format!("the journal cannot be written: {reason}"))
+                    }
+                };
+                _ = answer.send(saved);
             }
             Told::Sync(answer) => {
                 if self.writer.durability() != Durability::Durable {

@@ -1,7 +1,8 @@
 //! From the command line to a running daemon, and what ends it.
 //!
 //! The order of a start: configuration → keeper (without systemd) → lock → control.db, journal.db → ports → models → admin socket. What can
-//! fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound.
+//! fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound. Only where the databases are to
+//! be a checkpoint's, models come before them ([`crate::reload`]).
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
@@ -24,22 +25,25 @@ use pagedd_host::identity::Identities;
 use pagedd_host::lock::StateLock;
 use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
+use pagedd_journal::checkpoint::finish_restore;
 use pagedd_journal::{ControlDb, DbError, JournalWriter};
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 
 use crate::admin::AdminSocket;
+use crate::checkpoint::Checkpoints;
 use crate::daemon::{Daemon, Db, Facts, watch_model};
 use crate::drain::Ending;
 use crate::gateway::{GatewayLimits, Going};
 use crate::hub::{self, Hub};
 use crate::metrics::Exporter;
-use crate::model::{self, Model, Surroundings};
+use crate::model::{Go, Model, Started, Surroundings};
 use crate::recorder;
+use crate::reload::{self, Reloaded};
 use crate::retention::Retentions;
 use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
 
@@ -53,7 +57,7 @@ Exit codes:
   2   wrong usage
   69  a tenant's port is in use
   71  the host refused something: a socket, a process
-  73  the state directory, control.db or journal.db cannot be used, or another pagedd uses it
+  73  the state directory, control.db or journal.db cannot be used, or another pagedd uses it; or a checkpoint is refused
   78  the configuration is wrong; nothing was started";
 
 /// Serves large language models to many tenants, each on its own port.
@@ -69,6 +73,9 @@ struct Cli {
     /// Arithmetic of every model; overrides the configuration. `f32` computes in float32 throughout
     #[arg(long, value_name = "auto|f32", value_parser = dtype)]
     dtype: Option<ComputeDtype>,
+    /// Start from the checkpoint in this directory, in the place of the present state, which is kept aside
+    #[arg(long, value_name = "PATH")]
+    reload_checkpoint: Option<PathBuf>,
 }
 
 fn dtype(text: &str) -> Result<ComputeDtype, String> {
@@ -117,12 +124,16 @@ pub fn main() -> ExitCode {
         // Without systemd a keeper holds the fds and starts the daemon again; it is this same program.
         start_log(&config);
         return match std::env::current_exe() {
-            Ok(path) => keeper::run(keeper::Program { path, args: std::env::args_os().skip(1).collect() }),
+            Ok(path) => {
+                let (args, first_args) = reload::split(std::env::args_os().skip(1));
+                keeper::run(keeper::Program { path, args, first_args })
+            }
             Err(e) => fail(&Failure::new(exit::OS, format!("the program's own path is unknown: {e}"))),
         };
     }
-    match run(config) {
-        Ok(()) => ExitCode::SUCCESS,
+    match run(config, cli.reload_checkpoint.as_deref()) {
+        Ok(End::Done) => ExitCode::SUCCESS,
+        Ok(End::Again) => ExitCode::from(FAILED),
         Err(failure) => fail(&failure),
     }
 }
@@ -148,7 +159,15 @@ fn load(cli: &Cli) -> Result<Config, Failure> {
     Ok(config)
 }
 
-fn run(config: Config) -> Result<(), Failure> {
+/// How a daemon that ran has ended.
+enum End {
+    /// For good.
+    Done,
+    /// So that the next one begins with a checkpoint.
+    Again,
+}
+
+fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
     start_log(&config);
     #[cfg(feature = "failpoints")]
     let _points = crate::points::set_up();
@@ -162,6 +181,22 @@ fn run(config: Config) -> Result<(), Failure> {
     let store = Arc::new(FdStore::from_env());
     make_state_dir(&config.state_dir)?;
     let lock = StateLock::acquire(&config.state_dir).map_err(|e| Failure::new(exit::STATE_DIR, e))?;
+    let state = |error: &dyn fmt::Display| Failure::new(exit::STATE_DIR, error);
+    if let Some(before) = finish_restore(&config.state_dir).map_err(|e| state(&e))? {
+        warn!(before = %before.display(), "a checkpoint is in place; what was there before is kept");
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(16)
+        .thread_name("pagedd-io")
+        .build()
+        .context("runtime")?;
+    let around = surroundings(&config, store.clone())?;
+    let lifeline = keeper::lifeline();
+    let reloaded = match reload::wanted(&config.state_dir, flag, lifeline.is_none()).map_err(|e| state(&e))? {
+        Some(wanted) => runtime.block_on(reload::reload(&config, &around, &wanted)).map_err(|e| state(&e))?,
+        None => Reloaded::default(),
+    };
     let db = ControlDb::open(&config.state_dir).map_err(|e| state_failure(&e))?;
     let fsync = match config.fsync {
         Fsync::Interval => pagedd_journal::Fsync::Interval(SYNC_EVERY),
@@ -170,13 +205,8 @@ fn run(config: Config) -> Result<(), Failure> {
     };
     let journal =
         JournalWriter::open(&config.state_dir, fsync, recorder::now()).map_err(|e| state_failure(&e))?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .max_blocking_threads(16)
-        .thread_name("pagedd-io")
-        .build()
-        .context("runtime")?;
-    let result = runtime.block_on(serve(config, db, journal, store, start));
+    let begun = Begun { around, reloaded, lifeline, start };
+    let result = runtime.block_on(serve(config, db, journal, begun));
     // Engines that did not end in time are not waited for: their workers end with our sockets.
     runtime.shutdown_background();
     drop(lock);
@@ -222,16 +252,34 @@ fn programs() -> anyhow::Result<PathBuf> {
     Ok(dir)
 }
 
-async fn serve(
-    config: Config,
-    db: ControlDb,
-    mut journal: JournalWriter,
-    store: Arc<FdStore>,
+/// What models are started with.
+fn surroundings(config: &Config, store: Arc<FdStore>) -> anyhow::Result<Surroundings> {
+    Ok(Surroundings {
+        programs: programs()?,
+        store,
+        env: vec![
+            ("PAGEDD_LOG".into(), config.log.level.as_str().into()),
+            ("PAGEDD_LOG_FORMAT".into(), config.log.format.as_str().into()),
+            #[cfg(feature = "failpoints")]
+            ("FAILPOINTS".into(), std::env::var_os("FAILPOINTS").unwrap_or_default()),
+        ],
+    })
+}
+
+/// A start as far as it has come before the databases were opened.
+struct Begun {
+    around: Surroundings,
+    reloaded: Reloaded,
+    /// Ends with the keeper.
+    lifeline: Option<OwnedFd>,
     start: Instant,
-) -> Result<(), Failure> {
+}
+
+async fn serve(config: Config, db: ControlDb, mut journal: JournalWriter, begun: Begun) -> Result<End, Failure> {
+    let Begun { around, mut reloaded, lifeline, start } = begun;
+    let store = around.store.clone();
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
-    let lifeline = keeper::lifeline();
     let kept = lifeline.is_some();
     let walls = match pagedd_host::walls::detect() {
         pagedd_host::walls::Walls::Full(_) => {
@@ -273,6 +321,7 @@ async fn serve(
         identities,
     };
     // Every port is bound before anything is loaded: a port that is taken must not cost minutes to find out.
+    shop.forget_others(&records);
     let (records, without_model): (Vec<_>, Vec<_>) = records
         .into_iter()
         .partition(|record| config.models.iter().any(|model| model.name.as_str() == record.model));
@@ -286,22 +335,17 @@ async fn serve(
     let socket = AdminSocket::bind(&config.admin_socket).map_err(|e| {
         Failure::new(exit::STATE_DIR, format!("admin socket {}: {e}", config.admin_socket.display()))
     })?;
-    let around = Surroundings {
-        programs: programs()?,
-        store: store.clone(),
-        cache_key: *db.installation_secret(),
-        env: vec![
-            ("PAGEDD_LOG".into(), config.log.level.as_str().into()),
-            ("PAGEDD_LOG_FORMAT".into(), config.log.format.as_str().into()),
-            #[cfg(feature = "failpoints")]
-            ("FAILPOINTS".into(), std::env::var_os("FAILPOINTS").unwrap_or_default()),
-        ],
-    };
+    let mut started = std::mem::take(&mut reloaded.models);
+    if started.is_empty() {
+        started = reload::start_models(&config, &around)?;
+    }
     let mut models: Vec<Arc<Model>> = Vec::new();
     let mut threads = Vec::new();
-    for (i, settings) in config.models.iter().enumerate() {
-        let (model, thread) = model::start(ModelId(i as u16), settings, &around, recorder.inbox.clone())
-            .with_context(|| format!("model `{}`", settings.name.as_str()))?;
+    let cache_key = *db.installation_secret();
+    for Started { model, thread, go } in started {
+        let seed = reloaded.seed(&model.name, cache_key);
+        // An engine whose model cannot be loaded has ended.
+        drop(go.send(Go { cache_key, recorder: recorder.inbox.clone(), seed }));
         models.push(model);
         threads.push(thread);
     }
@@ -354,14 +398,24 @@ async fn serve(
     for model in &models {
         tokio::spawn(watch_model(model.clone(), events.clone(), shop.hub.clone()));
     }
+    let (db, restart) = (Db::new(db), Arc::new(Notify::new()));
+    let checkpoints = Arc::new(Checkpoints {
+        state_dir: config.state_dir.clone(),
+        models: models.clone(),
+        db: db.clone(),
+        recorder: recorder.inbox.clone(),
+        one: tokio::sync::Mutex::new(()),
+        restart: restart.clone(),
+    });
     let daemon = Daemon {
         facts,
         models: models.clone(),
         tenants,
         unserved,
         shop,
-        db: Db::new(db),
+        db,
         events: events.downgrade(),
+        checkpoints,
         durability: recorder.durability.clone(),
         restored,
         drain: DrainState::Admitting,
@@ -372,19 +426,24 @@ async fn serve(
     info!(version = env!("CARGO_PKG_VERSION"), admin = %config.admin_socket.display(), models = models.len(), "pagedd runs");
 
     let mut gone = pin!(keeper_gone(lifeline));
-    let timeout = tokio::select! {
+    let (end, timeout) = tokio::select! {
         _ = terminate.recv() => {
             info!("SIGTERM: draining");
-            config.drain_timeout
+            (End::Done, config.drain_timeout)
         }
         _ = interrupt.recv() => {
             info!("SIGINT: draining");
-            config.drain_timeout
+            (End::Done, config.drain_timeout)
         }
         () = &mut gone => {
             // Whoever starts the next keeper must not find ports and state directory taken.
             warn!("the keeper is gone: the end");
-            Duration::ZERO
+            (End::Done, Duration::ZERO)
+        }
+        // What runs goes on with the databases that are kept aside, or not at all.
+        () = restart.notified() => {
+            info!("ending, so that the next daemon begins with a checkpoint");
+            (End::Again, Duration::ZERO)
         }
     };
     let hurry = async {
@@ -399,7 +458,7 @@ async fn serve(
     ending.run(timeout, hurry).await;
     admin.abort();
     info!("pagedd ended");
-    Ok(())
+    Ok(end)
 }
 
 /// Lets go of what an earlier daemon stored and this one has no use for: ports of tenants that are gone, which nobody could

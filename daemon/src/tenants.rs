@@ -24,7 +24,7 @@ use pagedd_wire::gateway::KeyEntry;
 use pagedd_wire::worker::ModelInfo;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::gateway::{GatewayLimits, GatewayState, GatewayTask, Going, TenantFacts};
 use crate::hub::{Message, Ticket};
@@ -164,6 +164,18 @@ impl TenantShop {
         Ok(listener)
     }
 
+    /// Lets go of ports that an earlier daemon kept for others than these: one of these may have such a port now.
+    pub fn forget_others(&self, tenants: &[TenantRow]) {
+        let names: Vec<String> = tenants.iter().map(|tenant| listener_name(tenant.id)).collect();
+        let kept = self.store.names().into_iter().filter(|name| name.starts_with(LISTENER));
+        for name in kept.filter(|name| !names.contains(name)) {
+            match self.store.remove(&name) {
+                Ok(()) => info!(name, "a port of an earlier daemon is not needed any more"),
+                Err(error) => warn!(name, %error, "the fd store keeps a port that is gone"),
+            }
+        }
+    }
+
     /// Binds a port.
     pub fn bind(&self, port: u16) -> Result<OwnedFd, ControlError> {
         bind_tcp(self.address, port).map(OwnedFd::from).map_err(|e| {
@@ -255,13 +267,16 @@ impl TenantShop {
     }
 }
 
+/// What names of stored ports begin with.
+const LISTENER: &str = "port-";
+
 /// How long a tenant's requests are kept after their end, where it has a time of its own.
 pub fn own_retention(record: &TenantRow) -> Option<Duration> {
     record.retention_ms.map(Duration::from_millis)
 }
 
 fn listener_name(tenant: TenantId) -> String {
-    format!("port-{}", tenant.0)
+    format!("{LISTENER}{}", tenant.0)
 }
 
 fn key_entries(record: &TenantRow, keys: &[KeyRow]) -> Option<Vec<KeyEntry>> {

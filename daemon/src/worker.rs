@@ -27,6 +27,7 @@ use tracing::{info, warn};
 
 use crate::arenas::Arenas;
 use crate::backoff::Backoff;
+use crate::blocks::{Seed, Shelf};
 use crate::child::OwnChild;
 use crate::convert;
 
@@ -185,9 +186,28 @@ impl WorkerProcess {
         Ok(info)
     }
 
-    /// As [`Arenas::ledger`], after [`WorkerProcess::start`].
-    pub fn ledger(&mut self, info: &ModelInfo, cache_key: [u8; 32]) -> io::Result<Ledger<SharedMemory>> {
-        self.arenas.ledger(info, cache_key)
+    /// As [`Arenas::ledger`], after [`WorkerProcess::start`], with what the arena is to begin with; and what copies are made from.
+    pub fn ledger(
+        &mut self,
+        info: &ModelInfo,
+        cache_key: [u8; 32],
+        seed: &Seed,
+    ) -> io::Result<(Ledger<SharedMemory>, Shelf)> {
+        if let Seed::Fresh(_) = seed {
+            self.arenas.forget_ledger();
+        }
+        let mut ledger = self.arenas.ledger(info, cache_key)?;
+        let shelf = self.arenas.shelf(&ledger, info, cache_key)?;
+        if let Seed::Fresh(Some(saved)) = seed {
+            match shelf.fill(saved, &mut ledger) {
+                Ok(blocks) => info!(model = self.spec.model, blocks, "blocks of a checkpoint"),
+                // Those that are not there are computed again.
+                Err(error) => {
+                    warn!(model = self.spec.model, %error, "not every block of the checkpoint is there");
+                }
+            }
+        }
+        Ok((ledger, shelf))
     }
 
     /// Starts workers until one is ready, or it is not worth while.

@@ -87,13 +87,16 @@ pub struct Site {
     points: Option<String>,
     /// There is a file that says which points are on in which daemon.
     by_start: bool,
+    /// Further arguments of the daemon's command line.
+    arguments: Vec<String>,
 }
 
 impl Site {
     /// A fresh place with this configuration.
     pub fn new(yaml: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
-        let site = Self { folder, programs: None, disk: None, points: None, by_start: false };
+        let (points, arguments) = (None, Vec::new());
+        let site = Self { folder, programs: None, disk: None, points, by_start: false, arguments };
         site.configure(yaml);
         site
     }
@@ -139,6 +142,13 @@ impl Site {
             fs::set_permissions(self.folder.path(), Permissions::from_mode(0o711)).expect("and go there");
         }
         marks.join(name)
+    }
+
+    /// Starts the daemon with these arguments, too.
+    #[must_use]
+    pub fn with_arguments(mut self, arguments: &[&str]) -> Self {
+        self.arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        self
     }
 
     /// Has the state directory on a file system of this size, which the daemon's processes alone see. The admin socket lies
@@ -215,6 +225,7 @@ impl Site {
             }
         };
         command.arg("--config").arg(self.config()).arg("--state-dir").arg(self.state());
+        command.args(&self.arguments);
         command.env_clear().env("PATH", "/usr/bin:/bin").env("RUST_BACKTRACE", "1").stdin(Stdio::null());
         if let Some(points) = &self.points {
             command.env("FAILPOINTS", points);

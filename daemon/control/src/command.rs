@@ -1,5 +1,6 @@
 //! What can be asked.
 
+use crate::CheckpointCommand;
 use serde::{Deserialize, Serialize};
 
 /// One line from the client.
@@ -45,11 +46,13 @@ pub enum Command {
     Status,
     /// Metrics in Prometheus' text format. Answered by [`crate::Reply::Metrics`].
     Metrics,
+    /// Writes, shows, checks or takes up a checkpoint; see there for what answers.
+    Checkpoint(CheckpointCommand),
 }
 
 impl Command {
     /// Every command's name on the wire, for audit lines and metrics' closed label set.
-    pub const NAMES: [&'static str; 14] = [
+    pub const NAMES: [&'static str; 15] = [
         "tenant_add",
         "tenant_set",
         "tenant_remove",
@@ -64,6 +67,7 @@ impl Command {
         "undrain",
         "status",
         "metrics",
+        "checkpoint",
     ];
 
     /// The name on the wire.
@@ -84,6 +88,7 @@ impl Command {
             Self::Undrain => "undrain",
             Self::Status => "status",
             Self::Metrics => "metrics",
+            Self::Checkpoint(_) => "checkpoint",
         }
     }
 
@@ -101,6 +106,7 @@ impl Command {
             | Self::Drain(_)
             | Self::Undrain => true,
             Self::TenantList | Self::TenantShow(_) | Self::KeyList(_) | Self::Status | Self::Metrics => false,
+            Self::Checkpoint(command) => command.changes(),
         }
     }
 }

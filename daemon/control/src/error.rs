@@ -47,6 +47,12 @@ codes! {
     InvalidLabel = "invalid_label",
     /// The tenant has no key of this id.
     UnknownKey = "unknown_key",
+    /// There is no checkpoint of this name or at this path.
+    UnknownCheckpoint = "unknown_checkpoint",
+    /// What is there is no checkpoint, or not what was written, or a newer pagedd's.
+    CheckpointDamaged = "checkpoint_damaged",
+    /// The checkpoint is of other models than are served here.
+    CheckpointMismatch = "checkpoint_mismatch",
     /// The tenant is suspended.
     Suspended = "suspended",
     /// The tenant has running requests, or the daemon is starting or stopping.

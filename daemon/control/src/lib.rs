@@ -13,12 +13,17 @@
 //!
 //! The socket's file mode and the peer's credentials are the access control; the protocol carries no secret but a new key.
 
+mod checkpoint;
 mod client;
 mod command;
 mod error;
 mod line;
 mod reply;
 
+pub use checkpoint::{
+    CheckpointAt, CheckpointCommand, CheckpointFile, CheckpointInfo, CheckpointListed, CheckpointListing,
+    CheckpointModel, CheckpointRestoring, CheckpointSave, CheckpointShown, CheckpointState, CheckpointTenant,
+};
 pub use client::{Client, ClientError};
 pub use command::{
     Command, Drain, KeyCreate, KeyList, KeyRevoke, Request, TenantChanges, TenantName, TenantRemove,

@@ -1,6 +1,6 @@
 //! What is answered.
 
-use crate::ControlError;
+use crate::{CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -57,6 +57,16 @@ pub enum Reply {
     Status(StatusInfo),
     /// To `metrics`.
     Metrics(MetricsText),
+    /// To `checkpoint` to be saved.
+    CheckpointSaved(CheckpointInfo),
+    /// To `checkpoint` to be listed.
+    Checkpoints(CheckpointListed),
+    /// To `checkpoint` to be inspected.
+    Checkpoint(CheckpointShown),
+    /// To `checkpoint` to be verified: nothing is wrong with it.
+    CheckpointWhole(CheckpointInfo),
+    /// To `checkpoint` to be restored.
+    CheckpointRestoring(CheckpointRestoring),
 }
 
 /// A tenant that was made.

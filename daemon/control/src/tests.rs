@@ -99,6 +99,10 @@ fn commands() -> Vec<(Command, &'static str)> {
         (Command::Undrain, r#""command":"undrain""#),
         (Command::Status, r#""command":"status""#),
         (Command::Metrics, r#""command":"metrics""#),
+        (
+            Command::Checkpoint(CheckpointCommand::Save(CheckpointSave { name: "one".to_owned(), kv: true })),
+            r#""command":"checkpoint","action":"save","name":"one","kv":true"#,
+        ),
     ]
 }
 
@@ -448,5 +452,67 @@ proptest! {
         let line = encode(&Request { protocol: PROTOCOL, command: command.clone() }).unwrap();
         prop_assert_eq!(line.iter().position(|byte| *byte == b'\n'), Some(line.len() - 1));
         prop_assert_eq!(decode_request(&line), Ok(command));
+    }
+}
+
+#[test]
+fn every_word_about_checkpoints_has_its_recorded_form() {
+    let at = || CheckpointAt { which: "/c/one".to_owned() };
+    let commands = [
+        (CheckpointCommand::List, r#""action":"list""#, false),
+        (CheckpointCommand::Inspect(at()), r#""action":"inspect","which":"/c/one""#, false),
+        (CheckpointCommand::Verify(at()), r#""action":"verify","which":"/c/one""#, false),
+        (CheckpointCommand::Restore(at()), r#""action":"restore","which":"/c/one""#, true),
+    ];
+    for (command, fields, changes) in commands {
+        let command = Command::Checkpoint(command);
+        let line = encode(&Request { protocol: PROTOCOL, command: command.clone() }).unwrap();
+        let text = format!("{{\"protocol\":1,\"command\":\"checkpoint\",{fields}}}\n");
+        assert_eq!(String::from_utf8(line.clone()).unwrap(), text);
+        assert_eq!(command.changes(), changes);
+        assert_eq!(decode_request(&line), Ok(command));
+    }
+    let info = CheckpointInfo {
+        name: "one".to_owned(),
+        path: "/c/one".to_owned(),
+        created_unix: 1,
+        pagedd: "0.1.0".to_owned(),
+        bytes: 2,
+        models: Vec::new(),
+    };
+    let text = r#""name":"one","path":"/c/one","created_unix":1,"pagedd":"0.1.0","bytes":2,"models":[]"#;
+    let damaged = CheckpointState::Damaged { error: "x".to_owned() };
+    let listing = |state| CheckpointListing { name: "one".to_owned(), state };
+    let checkpoints = vec![listing(CheckpointState::Complete(info.clone())), listing(damaged)];
+    let shown = CheckpointShown {
+        checkpoint: info.clone(),
+        files: vec![CheckpointFile { name: "f".to_owned(), bytes: 2 }],
+        tenants: Vec::new(),
+        damaged_requests: 0,
+    };
+    let restoring = CheckpointRestoring { checkpoint: info.clone(), state_dir: "/s".to_owned() };
+    let replies = [
+        (Reply::CheckpointSaved(info.clone()), format!(r#"{{"reply":"checkpoint_saved",{text}}}"#)),
+        (Reply::CheckpointWhole(info), format!(r#"{{"reply":"checkpoint_whole",{text}}}"#)),
+        (
+            Reply::Checkpoints(CheckpointListed { checkpoints }),
+            format!(
+                r#"{{"reply":"checkpoints","checkpoints":[{{"name":"one","state":{{"is":"complete",{text}}}}},{{"name":"one","state":{{"is":"damaged","error":"x"}}}}]}}"#
+            ),
+        ),
+        (
+            Reply::Checkpoint(shown),
+            format!(
+                r#"{{"reply":"checkpoint","checkpoint":{{{text}}},"files":[{{"name":"f","bytes":2}}],"tenants":[],"damaged_requests":0}}"#
+            ),
+        ),
+        (
+            Reply::CheckpointRestoring(restoring),
+            format!(r#"{{"reply":"checkpoint_restoring","checkpoint":{{{text}}},"state_dir":"/s"}}"#),
+        ),
+    ];
+    for (reply, json) in replies {
+        assert_eq!(serde_json::to_string(&reply).unwrap(), json);
+        assert_eq!(serde_json::from_str::<Reply>(&json).unwrap(), reply);
     }
 }

@@ -45,6 +45,8 @@ pub struct Program {
     pub path: PathBuf,
     /// Without the program's own name.
     pub args: Vec<OsString>,
+    /// Further ones, until a daemon was ready: for what is to be done once.
+    pub first_args: Vec<OsString>,
 }
 
 /// How patient a keeper is.
@@ -204,9 +206,13 @@ impl Keeper {
         let mut variables: Vec<_> = env::vars_os().filter(|(name, _)| !is_ours(name)).collect();
         variables.extend(ours.into_iter().map(|(name, value)| (name.into(), value)));
 
+        let mut args = self.program.args.clone();
+        if !self.was_ready {
+            args.extend(self.program.first_args.iter().cloned());
+        }
         let spawn = Spawn {
             program: self.program.path.clone(),
-            args: self.program.args.clone(),
+            args,
             env: variables,
             fds,
             cgroup: None,

@@ -132,6 +132,14 @@ impl ControlDb {
         &self.path
     }
 
+    /// Writes all of it to a new file, on disk when it returns.
+    ///
+    /// # Errors
+    /// Each names the new file, which may be there in part.
+    pub fn save(&self, to: &Path) -> Result<(), DbError> {
+        schema::save(&self.db, to)
+    }
+
     /// 32 random bytes, drawn when the database was made: keys what must differ between installations, such as the hash of
     /// the prefix cache.
     pub const fn installation_secret(&self) -> &[u8; 32] {

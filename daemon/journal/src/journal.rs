@@ -136,7 +136,19 @@ impl JournalDb {
         db.pragma_update_and_check(None, "secure_delete", true, |_| Ok(())).map_err(sql)?;
         db.pragma_update_and_check(None, "wal_autocheckpoint", CHECKPOINT_PAGES, |_| Ok(())).map_err(sql)?;
         db.pragma_update(None, "cache_size", -CACHE_KIB).map_err(sql)?;
-        let mut journal = Self {
+        let mut journal = Self::of(db, path, fsync);
+        journal.synchronous(journal.usual())?;
+        journal.load()?;
+        Ok(journal)
+    }
+
+    /// A [saved](Self::save) journal, for reading only.
+    pub(crate) fn open_saved(path: &Path) -> Result<Self, DbError> {
+        Ok(Self::of(schema::open_saved(path, JOURNAL_DB)?, path.to_path_buf(), Fsync::Never))
+    }
+
+    fn of(db: Connection, path: PathBuf, fsync: Fsync) -> Self {
+        Self {
             db,
             path,
             fsync,
@@ -147,10 +159,15 @@ impl JournalDb {
             unsynced: true,
             unclean: true,
             unread: false,
-        };
-        journal.synchronous(journal.usual())?;
-        journal.load()?;
-        Ok(journal)
+        }
+    }
+
+    /// Writes all that is committed to a new file, on disk when it returns. Nothing is committed meanwhile.
+    ///
+    /// # Errors
+    /// Each names the new file, which may be there in part.
+    pub fn save(&self, to: &Path) -> Result<(), DbError> {
+        schema::save(&self.db, to)
     }
 
     /// The file.

@@ -6,8 +6,9 @@
 //!
 //! [`ControlDb`] is control.db: tenants, keys and the installation's secret, small and fully synchronous. [`JournalDb`] is
 //! journal.db: requests and their tokens for as long as they are kept, and [`JournalWriter`] is what writes it while a
-//! daemon runs, disk full or not.
+//! daemon runs, disk full or not. A [`checkpoint`] is both, written down at one moment.
 
+pub mod checkpoint;
 mod control;
 mod error;
 mod fold;

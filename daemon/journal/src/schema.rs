@@ -2,7 +2,7 @@
 
 use crate::DbError;
 use fail::fail_point;
-use rusqlite::Connection;
+use rusqlite::{Connection, OpenFlags};
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -138,7 +138,7 @@ pub(crate) fn open(path: &Path, kind: Kind) -> Result<Connection, DbError> {
         // Before the first read: the index of the log then is in memory, and there is no third file.
         db.pragma_update_and_check(None, "locking_mode", "exclusive", |_| Ok(())).map_err(sql)?;
     }
-    let version = check(&db, path, kind)?;
+    let version = check(&db, path, kind, "quick_check")?;
     db.pragma_update_and_check(None, "journal_mode", "wal", |_| Ok(())).map_err(sql)?;
     db.pragma_update(None, "synchronous", "full").map_err(sql)?;
     db.pragma_update(None, "foreign_keys", true).map_err(sql)?;
@@ -152,6 +152,15 @@ pub(crate) fn in_memory(path: &Path, kind: Kind) -> Result<Connection, DbError> 
     let mut db = Connection::open_in_memory().map_err(|error| DbError::sql(path, error))?;
     migrate(&mut db, path, 0, kind)?;
     Ok(db)
+}
+
+/// Opens a database that nobody writes any more, for reading, and reads all of it: a [saved](save) one.
+pub(crate) fn open_saved(path: &Path, kind: Kind) -> Result<Connection, DbError> {
+    let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+    let db = Connection::open_with_flags(path, flags).map_err(|error| DbError::sql(path, error))?;
+    let found = check(&db, path, kind, "integrity_check")?;
+    // An empty one is nobody's.
+    if found == 0 { Err(DbError::Foreign { path: path.to_path_buf() }) } else { Ok(db) }
 }
 
 /// Makes the file before SQLite does, so that it never has another mode; SQLite gives its side files the same.
@@ -174,7 +183,7 @@ fn make_private(path: &Path) -> Result<(), DbError> {
 }
 
 /// The version of a database that is whole and pagedd's own, or empty.
-fn check(db: &Connection, path: &Path, kind: Kind) -> Result<u32, DbError> {
+fn check(db: &Connection, path: &Path, kind: Kind, how: &str) -> Result<u32, DbError> {
     let sql = |error| DbError::sql(path, error);
     let pragma = |name: &str| db.pragma_query_value(None, name, |row| row.get::<_, i64>(0)).map_err(sql);
     let tables: i64 =
@@ -187,7 +196,7 @@ fn check(db: &Connection, path: &Path, kind: Kind) -> Result<u32, DbError> {
     if found > known {
         return Err(DbError::NewerSchema { path: path.to_path_buf(), found, known });
     }
-    let verdict: String = db.query_row("PRAGMA quick_check(1)", [], |row| row.get(0)).map_err(sql)?;
+    let verdict: String = db.query_row(&format!("PRAGMA {how}(1)"), [], |row| row.get(0)).map_err(sql)?;
     if verdict != "ok" {
         return Err(DbError::Corrupt { path: path.to_path_buf(), detail: verdict.replace('\n', " ") });
     }
@@ -231,17 +240,23 @@ fn back_up(db: &Connection, path: &Path, version: u32) -> Result<PathBuf, DbErro
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(io(error)),
         Ok(()) | Err(_) => {}
     }
-    // SQLite takes an empty file as its target, and leaves the mode.
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&partial).map_err(io)?;
-    let target = partial.to_str().ok_or_else(|| {
-        io(io::Error::new(io::ErrorKind::InvalidInput, "the state directory's path is not UTF-8"))
-    })?;
-    db.execute("VACUUM INTO ?1", [target]).map_err(|error| DbError::sql(&partial, error))?;
-    file.sync_all().map_err(io)?;
+    save(db, &partial)?;
     fs::rename(&partial, &backup).map_err(io)?;
     // The copy's name must be on disk before what it replaces is changed.
     if let Some(directory) = path.parent() {
         File::open(directory).and_then(|directory| directory.sync_all()).map_err(io)?;
     }
     Ok(backup)
+}
+
+/// Writes all that is committed to a new file at `to` (mode 0600), on disk when it returns.
+pub(crate) fn save(db: &Connection, to: &Path) -> Result<(), DbError> {
+    let io = |error| DbError::io(to, error);
+    // SQLite takes an empty file as its target, and leaves the mode.
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(io)?;
+    let target = to.to_str().ok_or_else(|| {
+        io(io::Error::new(io::ErrorKind::InvalidInput, "the state directory's path is not UTF-8"))
+    })?;
+    db.execute("VACUUM INTO ?1", [target]).map_err(|error| DbError::sql(to, error))?;
+    file.sync_all().map_err(io)
 }

@@ -12,8 +12,8 @@
 //! ```text
 //! header  0 magic[8]  8 version  12 block size  16 blocks  20 -  24 block bytes (8)  32 model[16]  48 key id[16]
 //!         64 weight epoch (8)  72 generation (8)  80 CRC-32 of [0, 80)                                   padded to 128
-//! record  0 state (0: none)  4 CRC-32 of [8, 48)  8 generation (8)  16 key[16]  32 kind of owner (1)  33 dtype (1)  34 -
-//!         36 owner  40 tokens filled  44 block
+//! record  0 state (0: none)  4 CRC-32 of [8, 48)  8 generation (8)  16 key[16]  32 kind of owner (1)  33 dtype (1)
+//!         34 commits, modulo 2^16 (2)  36 owner  40 tokens filled  44 block
 //! ```
 
 use pagedd_core::{BlockId, Blocks, TenantId, Tokens};
@@ -108,6 +108,13 @@ impl LedgerHeader {
     #[must_use]
     pub fn ledger_bytes(&self) -> usize {
         HEADER + self.blocks.0 as usize * RECORD
+    }
+
+    /// Where a block's record lies. Each commit changes its bytes and each clear too: who finds the same sound record before and after
+    /// reading a block has read what the record names.
+    #[must_use]
+    pub fn record_at(&self, block: BlockId) -> Option<std::ops::Range<usize>> {
+        place(block, self.blocks.0)
     }
 
     fn encode(&self, generation: u64) -> [u8; HEADER] {
@@ -212,13 +219,15 @@ impl<M: AsRef<[u8]> + AsMut<[u8]>> Ledger<M> {
         let generation = self.generation;
         let Some(bytes) = self.record_mut(block) else { return };
         bytes[..4].fill(0);
+        let commits = (number(&bytes[34..36]) as u16).wrapping_add(1);
         let (kind, owner) = match record.owner {
             DomainOwner::Tenant(TenantId(id)) => (0, id),
             DomainOwner::Group(id) => (1, id),
         };
         bytes[8..16].copy_from_slice(&generation.to_le_bytes());
         bytes[16..32].copy_from_slice(&record.key.0);
-        bytes[32..36].copy_from_slice(&[kind, record.dtype, 0, 0]);
+        bytes[32..34].copy_from_slice(&[kind, record.dtype]);
+        bytes[34..36].copy_from_slice(&commits.to_le_bytes());
         bytes[36..40].copy_from_slice(&owner.to_le_bytes());
         bytes[40..44].copy_from_slice(&record.tokens.0.to_le_bytes());
         bytes[44..48].copy_from_slice(&block.0.to_le_bytes());
@@ -251,6 +260,11 @@ impl<M: AsRef<[u8]> + AsMut<[u8]>> Ledger<M> {
         key.copy_from_slice(&bytes[16..32]);
         let tokens = Tokens(number(&bytes[40..44]) as u32);
         sound.then_some(LedgerRecord { owner, key: BlockKey(key), dtype: bytes[33], tokens })
+    }
+
+    /// The memory.
+    pub const fn memory(&self) -> &M {
+        &self.memory
     }
 
     /// The memory, as it is.

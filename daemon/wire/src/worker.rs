@@ -270,6 +270,12 @@ pub enum FromWorker {
     },
 }
 
+/// Bytes of an arena's file before its data.
+pub const ARENA_HEADER: usize = 4096;
+
+/// Version of how a KV arena's data lie: block after block, `block_bytes` of each. What lies where in a block, the digest says.
+pub const KV_LAYOUT: u32 = 1;
+
 /// An arena: memory that outlives its worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Arena {

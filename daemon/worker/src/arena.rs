@@ -22,7 +22,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 /// Bytes before the data: one page, so that the data are page-aligned.
-pub const HEADER_BYTES: usize = 4096;
+pub const HEADER_BYTES: usize = pagedd_wire::worker::ARENA_HEADER;
 
 /// Bytes of a large page. Where an address of a mapping and the place in the file differ by a multiple of it, a large page of the file is
 /// one of the mapping.

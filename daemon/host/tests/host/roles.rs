@@ -135,10 +135,10 @@ pub fn play(role: &str, args: &[&str]) -> ExitCode {
                 stop: ms(stop_ms),
             };
             let args = ["role", "puppet", socket].map(OsString::from).to_vec();
-            return keeper::run_with(Program { path: me(), args }, patience);
+            return keeper::run_with(Program { path: me(), args, first_args: Vec::new() }, patience);
         }
         ("keeper-of", [path]) => {
-            return keeper::run(Program { path: path.into(), args: Vec::new() });
+            return keeper::run(Program { path: path.into(), args: Vec::new(), first_args: Vec::new() });
         }
         ("puppet", [socket]) => return puppet(socket),
         other => panic!("no role {other:?}"),

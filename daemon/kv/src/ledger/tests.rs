@@ -166,3 +166,21 @@ proptest! {
         prop_assert_eq!(found(&Ledger::open(bytes, &EXPECTED).unwrap()), []);
     }
 }
+
+#[test]
+fn a_block_that_was_filled_again_with_the_same_tokens_has_a_record_of_other_bytes() {
+    let mut ledger = empty();
+    let at = EXPECTED.record_at(BlockId(2)).unwrap();
+    assert_eq!(EXPECTED.record_at(BlockId(8)), None);
+    let mut seen = Vec::new();
+    for _ in 0..3 {
+        ledger.commit(BlockId(2), &record(2));
+        assert_eq!(ledger.record(BlockId(2)), Some(record(2)));
+        seen.push(ledger.memory()[at.clone()].to_vec());
+        ledger.clear(BlockId(2));
+        seen.push(ledger.memory()[at.clone()].to_vec());
+    }
+    for (i, bytes) in seen.iter().enumerate() {
+        assert!(!seen[..i].contains(bytes), "state {i} was there before");
+    }
+}

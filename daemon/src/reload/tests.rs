@@ -1,0 +1,38 @@
+use super::*;
+
+fn split_of(line: &str) -> (Vec<String>, Vec<String>) {
+    let texts = |args: Vec<OsString>| args.into_iter().map(|arg| arg.into_string().unwrap()).collect();
+    let (all, first) = split(line.split_whitespace().map(OsString::from));
+    (texts(all), texts(first))
+}
+
+#[test]
+fn the_flag_is_for_the_first_daemon_alone_in_both_its_forms() {
+    let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(
+        split_of("--config c --reload-checkpoint p --state-dir s"),
+        (words("--config c --state-dir s"), words("--reload-checkpoint p"))
+    );
+    assert_eq!(split_of("--reload-checkpoint=p -x"), (words("-x"), words("--reload-checkpoint=p")));
+    assert_eq!(split_of("--reload-checkpoints p"), (words("--reload-checkpoints p"), Vec::new()));
+}
+
+#[test]
+fn an_order_is_found_by_the_next_start_and_the_flag_comes_before_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let wanted = |flag: Option<&str>, again| wanted(dir.path(), flag.map(Path::new), again).unwrap();
+    assert_eq!(wanted(None, false), None);
+    order(dir.path(), Path::new("/c/one")).unwrap();
+    assert_eq!(wanted(None, true), Some(Wanted::Order("/c/one".into())));
+    assert_eq!(wanted(Some("/c/two"), false), Some(Wanted::Flag("/c/two".into())));
+}
+
+#[test]
+fn a_flag_that_comes_with_every_start_is_obeyed_once_for_each_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), OBEYED, b"/c/one").unwrap();
+    let wanted = |path: &str, again| wanted(dir.path(), Some(Path::new(path)), again).unwrap();
+    assert_eq!(wanted("/c/one", true), None);
+    assert_eq!(wanted("/c/one", false), Some(Wanted::Flag("/c/one".into())));
+    assert_eq!(wanted("/c/two", true), Some(Wanted::Flag("/c/two".into())));
+}
