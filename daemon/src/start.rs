@@ -19,7 +19,7 @@ use anyhow::Context;
 use clap::Parser;
 use pagedd_config::{ComputeDtype, Config, ConfigError, Fsync, KvDtype, LogFormat, Overrides};
 use pagedd_control::{DrainState, Supervisor, Walls};
-use pagedd_core::{ModelId, TenantId};
+use pagedd_core::TenantId;
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::identity::Identities;
 use pagedd_host::lock::StateLock;
@@ -275,7 +275,12 @@ struct Begun {
     start: Instant,
 }
 
-async fn serve(config: Config, db: ControlDb, mut journal: JournalWriter, begun: Begun) -> Result<End, Failure> {
+async fn serve(
+    config: Config,
+    db: ControlDb,
+    mut journal: JournalWriter,
+    begun: Begun,
+) -> Result<End, Failure> {
     let Begun { around, mut reloaded, lifeline, start } = begun;
     let store = around.store.clone();
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;

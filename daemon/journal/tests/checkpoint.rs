@@ -50,6 +50,7 @@ fn state() -> (TempDir, ControlDb, JournalDb) {
             kv_ceiling: "100%".to_owned(),
             auth: true,
             prompt_lookup: None,
+            retention_ms: None,
         };
         control.add_tenant(&new, Some(&NewKey::draw().unwrap()), NOW as i64).unwrap();
     }

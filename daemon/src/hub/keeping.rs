@@ -14,7 +14,7 @@ const MOST_SPENT: usize = 1 << 16;
 /// What is under way.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Load {
-    /// Requests that were accepted and have not ended. Those of a model that is not configured do not count: nothing becomes of them.
+    /// Requests that were accepted and have not ended. Those of a model that is not there do not count: nothing becomes of them.
     pub requests: u32,
     /// Requests that are read, and have not ended or not been sent to their end.
     pub streams: u32,
@@ -36,7 +36,7 @@ impl Hub {
     pub(super) fn load(&self) -> Load {
         let mut load = Load::default();
         for log in self.logs.values() {
-            let live = log.ended.is_none() && usize::from(log.model.0) < self.engines.len();
+            let live = log.ended.is_none() && !self.unserved.contains_key(&log.model);
             let read = match log.reader {
                 Reader::Attached { sent, .. } => live || (log.ended.is_some() && sent < log.entries.len()),
                 Reader::None { .. } => false,

@@ -24,7 +24,6 @@ impl Hub {
         if self.unserved.is_empty() {
             return;
         }
-        let most = self.limits.retention.max(LEAST_KEPT);
         for (request, log) in &mut self.logs {
             let Some(since) = self.unserved.get(&log.model) else { continue };
             if log.awaits.is_none() || log.ended.is_some() || log.cancelled {
@@ -32,7 +31,7 @@ impl Hub {
             }
             let reason = if log.cancel_waits {
                 FinishReason::Cancelled
-            } else if now.duration_since(*since) >= most {
+            } else if now.duration_since(*since) >= self.retentions.of(log.admission.tenant).max(LEAST_KEPT) {
                 FinishReason::ModelGone
             } else {
                 continue;

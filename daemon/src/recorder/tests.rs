@@ -57,8 +57,7 @@ fn counted(dir: &Path) -> Vec<(RequestId, u32)> {
 }
 
 fn recorder(dir: &Path) -> (Recorder, mpsc::Receiver<Message>) {
-    let retention =
-        Retention { seconds: 600, per_tenant: std::collections::BTreeMap::new(), max_bytes: 1 << 20 };
+    let retention = Retentions::new(Duration::from_mins(10), Duration::ZERO);
     let (hub, messages) = mpsc::channel(1024);
     (start(JournalWriter::new(open(dir)), retention, hub).unwrap(), messages)
 }
@@ -208,8 +207,7 @@ fn a_damaged_request_is_set_aside_once_and_goes_when_its_time_is_over() {
     assert_eq!((first.set_aside, first.live.len()), (1, 1));
     let second = found(dir.path());
     assert_eq!((second.set_aside, second.live.len()), (0, 1), "it is tried again");
-    let retention =
-        Retention { seconds: 0, per_tenant: std::collections::BTreeMap::new(), max_bytes: 1 << 20 };
+    let retention = Retentions::new(Duration::ZERO, Duration::ZERO).of_journal();
     let mut db = open(dir.path());
     assert_eq!(db.expire(unix() + 1, &retention).unwrap().requests, [id(1)]);
     assert_eq!(db.tenant_of(id(1)).unwrap(), None);

@@ -194,7 +194,7 @@ fn bug_41_a_held_read_transaction_holds_up_no_append_and_the_log_is_emptied_once
     let now = bench.at(5);
     assert_eq!(bench.writer.expire(&retention, now).requests, [id(2)]);
     let log = bench.dir.path().join("journal.db-wal");
-    let length = || std::fs::metadata(&log).unwrap().len();
+    let length = || fs::metadata(&log).unwrap().len();
     for second in [11, 20, 30] {
         let now = bench.at(second);
         assert_eq!(bench.writer.tick(now), Durability::Durable);
@@ -223,7 +223,7 @@ fn bug_41_a_daemons_own_journal_lets_no_stranger_read_so_that_its_log_stays_shor
         bench.append(&[token(1, i)]);
         let now = bench.now;
         bench.writer.tick(now);
-        longest = longest.max(std::fs::metadata(&log).unwrap().len());
+        longest = longest.max(fs::metadata(&log).unwrap().len());
     }
     println!("the write-ahead log has at most {longest} bytes");
     // 4 MiB at which a commit moves it to the file, and what one transaction adds.

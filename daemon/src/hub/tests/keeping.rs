@@ -123,9 +123,14 @@ fn what_is_under_way_is_counted_until_it_has_ended_and_was_sent() {
     bench.hub.flush();
     assert_eq!(bench.load(), (0, 0));
     // Nothing becomes of a request whose model is not configured.
-    let kept =
-        Kept { admission: admission(TENANT, live()), entries: Vec::new(), finished_unix: None, replays: 0 };
-    bench.hub.restore(ModelId(u16::MAX), kept);
+    let kept = Kept {
+        admission: admission(TENANT, live()),
+        entries: Vec::new(),
+        cached_tokens: None,
+        finished_unix: None,
+        replays: 0,
+    };
+    bench.hub.restore(None, kept);
     bench.hub.handle(Message::Attach(OWN, live(), 0));
     assert_eq!(bench.load(), (0, 0));
 }
