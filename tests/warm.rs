@@ -233,7 +233,7 @@ fn of_64_requests_a_daemon_with_warm_arenas_computes_a_block_each_again_at_most_
             assert!(again <= most as f64, "{again} tokens of {TOGETHER} requests, a block each is {most}");
             assert!(adopted >= (TOGETHER as u64 * 100 / BLOCK) as f64, "{adopted} blocks");
         } else {
-            assert!(adopted == 0.0, "{adopted} blocks");
+            assert!(adopted < 0.5, "{adopted} blocks");
             // What each had of its prompt and answer when it was killed, at least.
             assert!(again >= (TOGETHER * 140) as f64, "{again} tokens");
         }

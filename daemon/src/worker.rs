@@ -20,7 +20,7 @@ use pagedd_host::shared::SharedMemory;
 use pagedd_host::{Sandbox, Spawn, SpawnError};
 use pagedd_kv::Ledger;
 use pagedd_sched::{SequenceSnapshot, StepOutput, StepPlan};
-use pagedd_wire::worker::{Arena, FromWorker, Hello, KnownCost, ModelInfo, ToWorker};
+use pagedd_wire::worker::{Arena, FromWorker, Hello, KnownCost, ModelInfo, Plan, SequenceState, ToWorker};
 use pagedd_wire::{Channel, ChannelError};
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -423,9 +423,7 @@ impl Worker for WorkerProcess {
         loop {
             self.bring_up()?;
             fail_point!("before-resync");
-            let told = self.channel().and_then(|channel| {
-                channel.send(&ToWorker::Resync(states.clone()), &[]).map_err(|e| lost(&e))
-            });
+            let told = self.channel().and_then(|channel| resync(channel, states.clone()));
             let Err(lost) = told else {
                 fail_point!("after-resync");
                 self.failed_launches = 0;
@@ -440,6 +438,23 @@ impl Worker for WorkerProcess {
 /// How long a step may take where the slowest took `slowest`. `predicted` is zero where nothing is known.
 fn deadline(predicted: Duration, slowest: Duration) -> Duration {
     (slowest * STEP_SLACK).clamp(STEP_DEADLINE, LONGEST_STEP_DEADLINE).max(predicted * STEP_SLACK)
+}
+
+/// Tells a worker its sequences, and waits until it has taken them in: one that ends before is no victim of the next plan.
+fn resync(channel: &mut Channel, states: Vec<SequenceState>) -> Result<(), WorkerLost> {
+    // The answer to a plan of nothing shows it.
+    let asked = [ToWorker::Resync(states), ToWorker::Plan(Plan::default())];
+    asked.iter().try_for_each(|frame| channel.send(frame, &[])).map_err(|e| lost(&e))?;
+    match channel.recv_timeout(STEP_DEADLINE).map_err(|e| lost(&e))? {
+        FromWorker::Output(output) if output.plan == Plan::default().id => Ok(()),
+        FromWorker::Failed { error, .. } => Err(WorkerLost { reason: error }),
+        FromWorker::Output(_)
+        | FromWorker::Loading { .. }
+        | FromWorker::Arena { .. }
+        | FromWorker::Ready(_) => {
+            Err(WorkerLost { reason: "it answered a resync with something else".to_owned() })
+        }
+    }
 }
 
 fn lost(error: &ChannelError) -> WorkerLost {

@@ -62,7 +62,7 @@ pub fn request(number: u64, tenant: u32, prompt: u32, max_tokens: u32) -> NewReq
         stop_ids: Vec::new(),
         sampling: SamplingParams {
             seed: number,
-            penalties: Penalties { presence: (number % 2) as f32, ..Penalties::NONE },
+            penalties: Penalties { presence: f32::from(number % 4 == 3), ..Penalties::NONE },
             ..SamplingParams::GREEDY
         },
     }

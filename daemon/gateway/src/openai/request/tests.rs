@@ -39,6 +39,7 @@ fn a_request_that_names_nothing_has_the_defaults_of_openai() {
         temperature: 1.0,
         top_p: 1.0,
         top_k: None,
+        penalties: Penalties::NONE,
         seed: None,
         n: 1,
         max_tokens: None,
