@@ -412,6 +412,7 @@ impl Bench {
             FinishReason::Stop | FinishReason::Length => {
                 assert_eq!((got, end.reason), (&expected, reason), "{end:?}");
             }
+            FinishReason::ModelChanged | FinishReason::ModelGone => panic!("no scheduler says so: {end:?}"),
         }
         let twice = self.finished.iter().any(|f| (f.request, f.choice) == (end.request, end.choice));
         assert!(!twice, "{end:?} twice");
