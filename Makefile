@@ -71,6 +71,13 @@ bench: bench-cpu ## All benchmarks
 bench-cpu: build model ## This server and llama.cpp's on one CPU, in one run (ARGS: of scripts/bench/cpu.py)
 	@python3 scripts/bench/cpu.py $(ARGS)
 
+.PHONY: bench-journal
+bench-journal: build model ## What the journal costs: per step at 256 rows, and in tokens per second at 64 streams (ARGS: of scripts/bench/cpu.py)
+	cargo run --locked --release --package pagedd-journal --example append
+	cargo run --locked --release --package pagedd-tests --example journal
+	CARGO_TARGET_DIR=$(CURDIR)/target/points cargo build --locked --release $(POINTS) --workspace --bins
+	@python3 scripts/bench/cpu.py --only journal --no-peer --points $(CURDIR)/target/points/release $(ARGS)
+
 .PHONY: bench-crash
 bench-crash: build model ## How long clients wait when a worker or the daemon dies (ARGS: of tests/examples/gaps.rs)
 	cargo run --locked --release --package pagedd-tests --example gaps -- $(ARGS)

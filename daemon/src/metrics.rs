@@ -291,6 +291,12 @@ fn engine(families: &mut Families, model: &Model, stats: &EngineStats) {
         &labels,
         stats.misjudged_us,
     );
+    families.counter(
+        "pagedd_commit_microseconds",
+        "Time of the engine's thread to hand its results to the journal.",
+        &labels,
+        stats.commit_ns / 1000,
+    );
     families.counter("pagedd_workers_lost", "Workers that died or hung.", &labels, stats.workers_lost);
     families.counter(
         "pagedd_adopted_blocks",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """This server and llama.cpp's (and vLLM's, where it is given) on one CPU, in one run: A B A B, the same model file, the same client, one at a time.
 
-  cpu.py [--rounds 5] [--threads 2] [--only CASE,...] [--no-peer] [--json FILE]
+  cpu.py [--rounds 5] [--threads 2] [--only CASE,...] [--no-peer] [--points DIRECTORY] [--json FILE]
 
 Only ratios of one run mean something: machines differ. Other processes' CPU is printed for each figure; where they took more than a tenth
 of a CPU in a round, that pair counts for nothing, and where no more than half of the pairs are left there is no ratio and the exit code is 1.
@@ -93,17 +93,19 @@ class Server:
             self.process.wait()
 
 
-def ours(settings="", threads=True, cgroup=None):
-    """Starts pagedd with one tenant; `settings` are further lines of the model's configuration."""
+def ours(settings="", threads=True, cgroup=None, points=None):
+    """Starts pagedd with one tenant; `settings` are further lines of the model's configuration, `points` are fail points (of --points)."""
     def start(work, options):
-        binaries = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
+        built = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
+        binaries = built if points is None else options.points
         if not (binaries / "pagedd").exists():
             die(f"{binaries / 'pagedd'} is missing; build it: make build")
         config, state = work / "pagedd.yaml", work / "state"
         lines = [f"path: {MODEL}", "kv_memory: 65536 tokens", "max_num_seqs: 64"]
         lines += [f"threads: {options.threads}"] * threads + settings.splitlines()
         config.write_text("models:\n  smollm2:\n" + "".join(f"    {line}\n" for line in lines), encoding="utf8")
-        server = Server([binaries / "pagedd", "--config", config, "--state-dir", state], work, cgroup=cgroup and cgroup())
+        server = Server([binaries / "pagedd", "--config", config, "--state-dir", state], work, cgroup=cgroup and cgroup(),
+                        environment={"FAILPOINTS": points} if points else None)
 
         def ctl(*arguments):
             command = [binaries / "pagedctl", "--socket", state / "admin.sock", "--json", *arguments]
@@ -121,6 +123,12 @@ def ours(settings="", threads=True, cgroup=None):
             die("pagedctl tenant add failed")
         server.base = f"http://127.0.0.1:{port}"
         server.wait(lambda: answers(f"{server.base}/readyz"))
+        if points is not None:
+            # A build without fail points would be compared with itself.
+            load.level(server.base, "smollm2", server.process.pid, 1, load.plain(1, 16, 1), 1)
+            if ctl("status")["durable"]["is"] != ("no" if points else "yes"):
+                server.stop()
+                die(f"{binaries} has no fail points; build it: make bench-journal")
         return server
     return start
 
@@ -200,6 +208,8 @@ def cases():
              plain(16, 64), 16, 64, 0.95, own=True),
         Case("busy", "beside a busy process against alone: 16 streams", "economy", ours(threads=False), ours(threads=False),
              plain(16, 64), 16, 64, 0.8, busy=True, own=True),
+        Case("journal", "the journal against none (each write of it fails): 64 streams, 94 in, 128 out", "output", ours(points=""),
+             ours(points="journal-append=return;journal-snapshot=return"), plain(64, 64), 64, 128, 0.97, own=True),
     ]
 
 
@@ -297,6 +307,7 @@ def main():
     parser.add_argument("--no-peer", action="store_true", help="this server alone")
     parser.add_argument("--peer-arguments", default="", help="further arguments of llama-server")
     parser.add_argument("--vllm", nargs=2, metavar=("PROGRAM", "MODEL"), help="vLLM's CPU build and a Hugging Face directory of the model")
+    parser.add_argument("--points", type=pathlib.Path, metavar="DIRECTORY", help="programs of a release build with fail points, for the case journal")
     parser.add_argument("--json", type=pathlib.Path, default=CACHE / "bench/cpu.json")
     options = parser.parse_args()
     only = options.only.split(",") if options.only else names
@@ -307,6 +318,8 @@ def main():
     if not options.vllm:
         only = [name for name in only if not name.endswith("-vllm")]
         print("vLLM's CPU build is not given (--vllm): no comparison with it")
+    if not options.points:
+        only = [name for name in only if name != "journal"]
     options.peer_arguments = options.peer_arguments.split()
     options.peer = None if options.no_peer else peer.build()
     name, flags = peer.cpu()

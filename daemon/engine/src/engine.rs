@@ -157,7 +157,9 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         self.write_ledger();
         fail_point!("after-blocks-are-committed");
         self.stats.last_step_us = Some(self.now_us());
+        let computed = Instant::now();
         self.journal.commit(record);
+        self.stats.commit_ns += computed.elapsed().as_nanos() as u64;
         self.observe(false);
         Ok(())
     }

@@ -105,6 +105,8 @@ pub struct EngineStats {
     pub predicted_us: u64,
     /// By how much predictions were wrong, each step by itself, in microseconds.
     pub misjudged_us: u64,
+    /// Time of this thread to hand steps' results to the journal, in nanoseconds: it waits where the journal is behind.
+    pub commit_ns: u64,
     /// Input tokens computed.
     pub computed_tokens: u64,
     /// Workers lost.
