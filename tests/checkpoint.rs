@@ -8,6 +8,7 @@ use std::time::Duration;
 use pagedd_model::testing::{TinyModel, write_gguf};
 use pagedd_tests::daemon::{Daemon, Site, Tenant, model_yaml};
 use pagedd_tests::http::{Event, Events, whole_text};
+use pagedd_tests::process::kill_descendant;
 use pagedd_tests::wait;
 use serde_json::{Value, json};
 
@@ -115,7 +116,7 @@ fn requests_that_were_live_in_a_checkpoint_go_on_in_an_empty_place_and_say_what_
         drop(daemon);
 
         let path = carried.to_str().expect("UTF-8");
-        let daemon = Site::new(&config).with_arguments(&["--reload-checkpoint", path]).start();
+        let mut daemon = Site::new(&config).with_arguments(&["--reload-checkpoint", path]).start();
         tenants.iter().for_each(ready);
         for (i, (_, tenant)) in requests().enumerate() {
             assert_eq!(attached(tenant, &ids[i]), undisturbed[i], "request {i}, kv {kv}");
@@ -127,8 +128,25 @@ fn requests_that_were_live_in_a_checkpoint_go_on_in_an_empty_place_and_say_what_
         assert!(recomputed.iter().all(|recomputed| few(recomputed) == kv), "{recomputed:?}, kv {kv}");
         daemon.wait_idle();
         assert_eq!(daemon.model()["blocks_held"], 0);
+
+        // The flag was for that start, and not for the one after a death.
+        daemon.add_tenant_of("tiny", "later", "0%", "100%");
+        let pid = daemon.status()["pid"].clone();
+        kill_descendant(daemon.root(), pid.as_u64().expect("pid") as u32);
+        wait_for_another(&mut daemon, &pid);
+        assert_eq!(daemon.tenant_info("later")["name"], "later");
         daemon.stop();
     }
+}
+
+/// Waits until a daemon other than `pid` serves.
+#[track_caller]
+fn wait_for_another(daemon: &mut Daemon, pid: &Value) {
+    wait::until("the next daemon answers", Duration::from_mins(1), || {
+        let status = daemon.ctl(&["status"]);
+        status.code == Some(0) && serde_json::from_str::<Value>(&status.text).is_ok_and(|s| s["pid"] != *pid)
+    });
+    daemon.wait_ready();
 }
 
 #[test]
@@ -144,11 +162,7 @@ fn a_running_daemon_steps_back_to_a_checkpoint_and_keeps_what_it_had() {
     whole_text(open(&later, 2));
 
     daemon.ask(&["checkpoint", "restore", "one"]);
-    wait::until("the next daemon answers", Duration::from_mins(1), || {
-        let status = daemon.ctl(&["status"]);
-        status.code == Some(0) && serde_json::from_str::<Value>(&status.text).is_ok_and(|s| s["pid"] != pid)
-    });
-    daemon.wait_ready();
+    wait_for_another(&mut daemon, &pid);
     assert_eq!(daemon.root(), root);
     ready(&acme);
     assert_eq!(attached(&acme, &id), undisturbed);
