@@ -66,7 +66,7 @@ fn kill(daemon: &Daemon) {
 }
 
 #[test]
-fn a_request_at_whose_readmission_daemons_end_again_and_again_is_set_aside_and_the_others_go_on() {
+fn a_request_at_whose_readmission_two_daemons_end_is_set_aside_and_the_others_go_on() {
     let folder = tempfile::tempdir().expect("a folder");
     // The fourth daemon ends while it sets the request aside, and the fifth cannot write that.
     let of_start = ["", "", "", "journal-set-aside=panic", "journal-set-aside=1*return"];
