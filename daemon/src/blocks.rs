@@ -6,16 +6,17 @@
 //! A block that is copied while an engine runs is valid because its record is the same before and after: the record is cleared before
 //! anybody may write the block, and each commit counts.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use pagedd_core::{BlockId, Blocks, Tokens};
+use pagedd_core::{BlockId, Blocks, TenantId, Tokens};
 use pagedd_host::shared::SharedMemory;
 use pagedd_journal::checkpoint::{Checkpoint, SavedModel, hex};
-use pagedd_kv::{Ledger, LedgerHeader, PrefixHasher};
+use pagedd_kv::{DomainOwner, Ledger, LedgerHeader, LedgerRecord, PrefixHasher};
 use pagedd_wire::worker::ARENA_HEADER;
 
 /// What a KV arena begins with.
@@ -63,13 +64,20 @@ impl Shelf {
     ///
     /// # Errors
     /// A file cannot be read or written.
-    pub fn copy_out(&self, to: &mut File, mut kv: Option<&mut File>) -> io::Result<u32> {
+    pub fn copy_out(
+        &self,
+        tenants: &BTreeSet<TenantId>,
+        to: &mut File,
+        mut kv: Option<&mut File>,
+    ) -> io::Result<u32> {
         let mut bytes = vec![0; self.header.ledger_bytes()];
         self.ledger.read_exact_at(&mut bytes, 0)?;
         let found = Ledger::open(bytes, &self.header).map_err(|(error, _)| io::Error::other(error))?;
         let mut records = Vec::new();
         let mut block_bytes = vec![0; self.header.block_bytes as usize];
-        for (block, record) in found.records() {
+        // The number of one that came later would be another's, where the checkpoint is taken up.
+        let known = |record: &LedgerRecord| matches!(record.owner, DomainOwner::Tenant(tenant) if tenants.contains(&tenant));
+        for (block, record) in found.records().filter(|(_, record)| known(record)) {
             if let Some(kv) = &mut kv {
                 self.arena.read_exact_at(&mut block_bytes, place(block, self.header.block_bytes))?;
                 if !self.is_unchanged(block, found.memory())? {

@@ -3,6 +3,7 @@
 //! **Owns** that one thing is done at a time, and the order of it: control.db, with it held still journal.db at a batch's boundary, then KV blocks.
 //! **Never** puts one in place: the next daemon does, at its start ([`crate::reload`]), since only then no database is open.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,6 +12,7 @@ use pagedd_control::{
     CheckpointModel, CheckpointRestoring, CheckpointSave, CheckpointShown, CheckpointState, CheckpointTenant,
     ControlError, ErrorCode, Reply,
 };
+use pagedd_core::TenantId;
 use pagedd_journal::checkpoint::{
     self, Checkpoint, CheckpointError, Draft, ModelIdentity, Problem, SavedModel, SavedTenant, hex,
 };
@@ -88,15 +90,19 @@ impl Checkpoints {
         // No tenant comes or goes before the journal is copied, too.
         let saved = self.db.with(move |db| {
             db.save(&control)?;
+            let tenants: BTreeSet<TenantId> = db.tenants()?.into_iter().map(|tenant| tenant.id).collect();
             let (answer, saved) = oneshot::channel();
             drop(recorder.blocking_send(Told::Save(journal, answer)));
-            Ok(saved.blocking_recv().unwrap_or_else(|_| Err("the journal's thread has ended".to_owned())))
+            let saved =
+                saved.blocking_recv().unwrap_or_else(|_| Err("the journal's thread has ended".to_owned()));
+            Ok(saved.map(|()| tenants))
         });
-        saved.await?.map_err(|error| ControlError::new(ErrorCode::Internal, error))?;
+        let tenants = saved.await?.map_err(|error| ControlError::new(ErrorCode::Internal, error))?;
         let models: Vec<_> = self.models.iter().cloned().zip(identities).collect();
         blocking(move || {
-            let models =
-                models.into_iter().map(|(model, identity)| copy_blocks(&draft, &model, identity, kv));
+            let models = models
+                .into_iter()
+                .map(|(model, identity)| copy_blocks(&draft, &model, identity, &tenants, kv));
             let models = models.collect::<Result<Vec<_>, _>>()?;
             let checkpoint =
                 draft.finish(env!("CARGO_PKG_VERSION"), unix(), models).map_err(|e| refused(&e))?;
@@ -183,6 +189,7 @@ fn copy_blocks(
     draft: &Draft,
     model: &Model,
     identity: ModelIdentity,
+    tenants: &BTreeSet<TenantId>,
     kv: bool,
 ) -> Result<SavedModel, ControlError> {
     let Some(shelf) = model.shelf.get() else {
@@ -193,7 +200,7 @@ fn copy_blocks(
     let mut ledger = draft.create(&saved.ledger_file()).map_err(|e| refused(&e))?;
     let mut bytes = kv.then(|| draft.create(&saved.kv_file())).transpose().map_err(|e| refused(&e))?;
     saved.blocks = shelf
-        .copy_out(&mut ledger, bytes.as_mut())
+        .copy_out(tenants, &mut ledger, bytes.as_mut())
         .map_err(|source| refused(&CheckpointError::Io { path: draft.file(&saved.ledger_file()), source }))?;
     Ok(saved)
 }

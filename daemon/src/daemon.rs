@@ -1,6 +1,6 @@
 //! The task that owns tenants and control.db, and carries out admin commands one after the other.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -74,6 +74,8 @@ pub struct Daemon {
     pub checkpoints: Arc<Checkpoints>,
     /// Live requests of an earlier daemon, in the order of their admission, until their models are ready.
     pub restored: Vec<Kept>,
+    /// Models whose requests of an earlier daemon are on their way to the engine, or there.
+    pub readmitted: BTreeSet<ModelId>,
     /// Whether it admits requests.
     pub drain: DrainState,
 }
@@ -581,7 +583,8 @@ impl Daemon {
         let Some(model) = self.models.get(usize::from(model.0)) else { return };
         let of_model = |kept: &mut Kept| kept.admission.saved.model == model.name;
         let restored: Vec<Kept> = self.restored.extract_if(.., of_model).collect();
-        if !restored.is_empty() {
+        // Also where a tenant was removed with the last of them: others of the model wait for it.
+        if self.readmitted.insert(model.id) {
             tokio::spawn(readmit(restored, model.clone(), self.shop.recorder.clone(), self.events.clone()));
         }
     }

@@ -187,13 +187,14 @@ pub fn start(
     let (lookups, asked) = mpsc::channel(LOOKUPS);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
     let (sender, durability) = watch::channel(writer.durability());
+    let grace = retention.grace();
     let work = Work {
         writer,
         hub,
         durability: sender,
         retention,
-        // What an earlier daemon left is looked at first.
-        expire_at: Some(Instant::now()),
+        // What an earlier daemon left is kept for those who come back now.
+        expire_at: Some(Instant::now() + grace),
         claims: HashMap::new(),
         lost_keys: HashMap::new(),
         unproven: HashMap::new(),
@@ -476,6 +477,11 @@ impl Work {
             Told::Sync(answer) => {
                 if self.writer.durability() != Durability::Durable {
                     self.snapshot().await;
+                }
+                // An end in good order is nobody's fault.
+                let unproven: Vec<RequestId> = self.unproven.drain().map(|(request, _)| request).collect();
+                if let Err(error) = self.writer.db().clear_replays(&unproven) {
+                    warn!(%error, "requests that wait may be tried one by one at the next start");
                 }
                 self.sync();
                 _ = answer.send(());

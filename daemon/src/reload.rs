@@ -32,7 +32,7 @@ use crate::worker::ModelState;
 const FLAG: &str = "--reload-checkpoint";
 /// Has the path of the checkpoint that the next start is to take up.
 const ORDER: &str = "restore";
-/// Has what the flag named when it was last obeyed, where nobody takes the flag away.
+/// Has what the flag named when it was last obeyed.
 const OBEYED: &str = "restored";
 
 /// Which checkpoint is to be taken up.
@@ -77,14 +77,14 @@ pub fn order(state_dir: &Path, checkpoint: &Path) -> io::Result<()> {
     write(state_dir, ORDER, checkpoint.as_os_str().as_bytes())
 }
 
-/// What this start is to take up: what the flag names, or what was ordered. `again` says that whoever starts the daemon passes the flag
-/// each time: then it is obeyed once for each checkpoint.
+/// What this start is to take up: what the flag names, or what was ordered. Whoever starts the daemon may pass the flag each time: it is
+/// obeyed once for each checkpoint.
 ///
 /// # Errors
 /// From the file system.
-pub fn wanted(state_dir: &Path, flag: Option<&Path>, again: bool) -> io::Result<Option<Wanted>> {
+pub fn wanted(state_dir: &Path, flag: Option<&Path>) -> io::Result<Option<Wanted>> {
     if let Some(path) = flag {
-        if again && read(state_dir, OBEYED)?.is_some_and(|obeyed| obeyed == path.as_os_str()) {
+        if read(state_dir, OBEYED)?.is_some_and(|obeyed| obeyed == path.as_os_str()) {
             warn!(path = %path.display(), "{FLAG} was obeyed at an earlier start; `pagedctl checkpoint restore` does it again");
         } else {
             return Ok(Some(Wanted::Flag(path.to_path_buf())));

@@ -49,6 +49,11 @@ impl Retentions {
         self.of(tenant).max(self.grace)
     }
 
+    /// For how long clients may come back, at least.
+    pub fn grace(&self) -> Duration {
+        self.grace
+    }
+
     /// The daemon ends, and no client can come back before the next start: what any may come back for stays.
     pub fn hold(&mut self) {
         self.grace = Duration::MAX;

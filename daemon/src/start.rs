@@ -4,7 +4,7 @@
 //! fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound. Only where the databases are to
 //! be a checkpoint's, models come before them ([`crate::reload`]).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::IsTerminal;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
@@ -193,7 +193,7 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
         .context("runtime")?;
     let around = surroundings(&config, store.clone())?;
     let lifeline = keeper::lifeline();
-    let reloaded = match reload::wanted(&config.state_dir, flag, lifeline.is_none()).map_err(|e| state(&e))? {
+    let reloaded = match reload::wanted(&config.state_dir, flag).map_err(|e| state(&e))? {
         Some(wanted) => runtime.block_on(reload::reload(&config, &around, &wanted)).map_err(|e| state(&e))?,
         None => Reloaded::default(),
     };
@@ -423,6 +423,7 @@ async fn serve(
         checkpoints,
         durability: recorder.durability.clone(),
         restored,
+        readmitted: BTreeSet::new(),
         drain: DrainState::Admitting,
     };
     tokio::spawn(daemon.run(inbox));

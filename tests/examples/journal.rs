@@ -55,10 +55,11 @@ fn sample(metrics: &str, name: &str) -> f64 {
 /// CPU time of the thread whose name begins so.
 fn cpu_us(pid: u64, name: &str) -> f64 {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("the daemon runs");
-    let of = threads.map(|thread| thread.expect("a thread").path()).find(|thread| {
-        fs::read_to_string(thread.join("comm")).is_ok_and(|comm| comm.starts_with(name))
-    });
-    let times = fs::read_to_string(of.expect("the thread").join("schedstat")).expect("the kernel keeps times");
+    let of = threads
+        .map(|thread| thread.expect("a thread").path())
+        .find(|thread| fs::read_to_string(thread.join("comm")).is_ok_and(|comm| comm.starts_with(name)));
+    let times =
+        fs::read_to_string(of.expect("the thread").join("schedstat")).expect("the kernel keeps times");
     times.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).expect("nanoseconds") / 1e3
 }
 

@@ -18,15 +18,17 @@ pub(crate) struct Kind {
     pub migrations: Migrations,
     /// Who else may open it meanwhile.
     pub sharing: Sharing,
+    /// Whether the copy from before a migration stays. One with prompts does not: nothing would ever delete them.
+    pub keeps_copy: bool,
 }
 
 /// control.db: "pgdd".
 pub(crate) const CONTROL_DB: Kind =
-    Kind { application_id: 0x7067_6464, migrations: CONTROL, sharing: Sharing::Shared };
+    Kind { application_id: 0x7067_6464, migrations: CONTROL, sharing: Sharing::Shared, keeps_copy: true };
 
 /// journal.db: "pgdj".
 pub(crate) const JOURNAL_DB: Kind =
-    Kind { application_id: 0x7067_646a, migrations: JOURNAL, sharing: Sharing::Exclusive };
+    Kind { application_id: 0x7067_646a, migrations: JOURNAL, sharing: Sharing::Exclusive, keeps_copy: false };
 
 /// How long another process may hold the database.
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -206,16 +208,18 @@ fn check(db: &Connection, path: &Path, kind: Kind, how: &str) -> Result<u32, DbE
 /// Applies what is missing in one transaction, after a copy of what is there.
 fn migrate(db: &mut Connection, path: &Path, version: u32, kind: Kind) -> Result<(), DbError> {
     let sql = |error| DbError::sql(path, error);
-    let Kind { application_id, migrations, .. } = kind;
+    let Kind { application_id, migrations, keeps_copy, .. } = kind;
     let missing = &migrations[version as usize..];
     if missing.is_empty() {
         return Ok(());
     }
+    let mut copy = None;
     if version > 0 {
         let backup = back_up(db, path, version)?;
         tracing::info!(
             path = %path.display(), from = version, to = migrations.len(), backup = %backup.display(), "migrating database"
         );
+        copy = Some(backup);
     }
     let transaction = db.transaction().map_err(sql)?;
     for statements in missing {
@@ -224,7 +228,11 @@ fn migrate(db: &mut Connection, path: &Path, version: u32, kind: Kind) -> Result
     transaction.pragma_update(None, "application_id", application_id).map_err(sql)?;
     transaction.pragma_update(None, "user_version", migrations.len() as u32).map_err(sql)?;
     fail_point!("journal-migrate");
-    transaction.commit().map_err(sql)
+    transaction.commit().map_err(sql)?;
+    match copy.filter(|_| !keeps_copy) {
+        Some(copy) => fs::remove_file(&copy).map_err(|error| DbError::io(&copy, error)),
+        None => Ok(()),
+    }
 }
 
 /// Copies the database to `<path>.v<version>`, whole or not at all.

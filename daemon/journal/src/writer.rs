@@ -193,7 +193,7 @@ impl JournalWriter {
     /// Writes a snapshot that holds everything that was passed to [`append`](Self::append) so far. What is appended from here
     /// on is durable where it says so.
     pub fn restore_snapshot(&mut self, snapshot: &Snapshot, now: Now) -> Durability {
-        match self.db.restore(snapshot) {
+        match self.find_file().and_then(|()| self.db.restore(snapshot)) {
             Ok(()) => {
                 self.state = State::Durable;
                 self.unsynced_since = None;

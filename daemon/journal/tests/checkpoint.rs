@@ -272,6 +272,18 @@ fn a_save_that_is_cut_off_leaves_nothing_that_the_list_has_and_the_next_one_clea
 }
 
 #[test]
+fn parts_of_what_was_cut_off_are_gone_after_the_next_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let parts = ["checkpoints/.saving", ".restoring.partial"].map(|part| dir.path().join(part));
+    for part in &parts {
+        fs::create_dir_all(part).unwrap();
+        fs::write(part.join("journal.db"), b"a prompt").unwrap();
+    }
+    assert_eq!(finish_restore(dir.path()).unwrap(), None);
+    assert!(parts.iter().all(|part| !part.exists()));
+}
+
+#[test]
 fn the_list_has_damaged_checkpoints_too() {
     let (dir, control, journal) = state();
     assert!(list(dir.path()).unwrap().is_empty());

@@ -45,6 +45,11 @@ fn record(key: u8) -> LedgerRecord {
     }
 }
 
+/// Tenants that the checkpoint has.
+fn tenants() -> BTreeSet<TenantId> {
+    (0..100).map(TenantId).collect()
+}
+
 /// A checkpoint with what `shelf` has.
 fn saved(shelf: &Shelf, kv: bool) -> (TempDir, Checkpoint, SavedModel) {
     let dir = tempfile::tempdir().unwrap();
@@ -65,7 +70,7 @@ fn saved(shelf: &Shelf, kv: bool) -> (TempDir, Checkpoint, SavedModel) {
     };
     let mut ledger = draft.create("ledger-m").unwrap();
     let mut bytes = kv.then(|| draft.create("kv-m").unwrap());
-    let blocks = shelf.copy_out(&mut ledger, bytes.as_mut()).unwrap();
+    let blocks = shelf.copy_out(&tenants(), &mut ledger, bytes.as_mut()).unwrap();
     let model = SavedModel { identity, blocks, kv };
     let checkpoint = draft.finish("0", 1, vec![model.clone()]).unwrap();
     (dir, checkpoint, model)
@@ -87,6 +92,15 @@ fn committed_blocks_come_back_in_another_arena_with_their_bytes_and_records() {
     assert_eq!(found, [(BlockId(0), record(1)), (BlockId(1), record(4))]);
     let bytes: Vec<u8> = other.as_ref()[ARENA_HEADER..].chunks(BLOCK).map(|block| block[BLOCK - 1]).collect();
     assert_eq!(bytes, [101, 104, 202]);
+}
+
+#[test]
+fn blocks_of_a_tenant_that_the_checkpoint_does_not_have_are_left_out() {
+    let (_arena, mut ledger, shelf) = arena(6, 1);
+    (0..3).for_each(|block| ledger.commit(BlockId(block), &record(120 + block as u8)));
+    ledger.commit(BlockId(3), &record(7));
+    let (_dir, _, model) = saved(&shelf, true);
+    assert_eq!(model.blocks, 1);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Requests of an earlier daemon whose model is not there.
 //!
 //! **Owns** how they end: at once where they are to be cancelled, otherwise once the model was gone for as long as finished requests are
-//! kept. Until then an operator can bring it back, and the next daemon goes on with them. **Never** ends one that an engine has.
+//! kept, whatever their tenant wants of finished ones. Until then an operator can bring it back, and the next daemon goes on with them. **Never** ends one that an engine has.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use pagedd_engine::StepRecord;
 use pagedd_sched::{Ended, Finished};
 use pagedd_wire::gateway::Entry;
 
-use super::{Hub, LEAST_KEPT, Log};
+use super::{Hub, Log};
 use crate::recorder::Told;
 
 impl Hub {
@@ -31,7 +31,9 @@ impl Hub {
             }
             let reason = if log.cancel_waits {
                 FinishReason::Cancelled
-            } else if now.duration_since(*since) >= self.retentions.of(log.admission.tenant).max(LEAST_KEPT) {
+            } else if now.duration_since(*since)
+                >= self.retentions.unread(log.admission.tenant).max(self.limits.retention)
+            {
                 FinishReason::ModelGone
             } else {
                 continue;

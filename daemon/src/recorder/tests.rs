@@ -58,7 +58,16 @@ fn counted(dir: &Path) -> Vec<(RequestId, u32)> {
 
 fn recorder(dir: &Path) -> (Recorder, mpsc::Receiver<Message>) {
     let retention = Retentions::new(Duration::from_mins(10), Duration::ZERO);
-    let (hub, messages) = mpsc::channel(1024);
+    let (hub, mut told) = mpsc::channel(1024);
+    let (others, messages) = mpsc::channel(1024);
+    // The hub has nothing that may be deleted, and passes on all else.
+    thread::spawn(move || {
+        while let Some(message) = told.blocking_recv() {
+            if !matches!(message, Message::Spent(_)) {
+                drop(others.blocking_send(message));
+            }
+        }
+    });
     (start(JournalWriter::new(open(dir)), retention, hub).unwrap(), messages)
 }
 
@@ -144,6 +153,25 @@ fn a_request_whose_life_brought_it_on_starts_anew_however_often_daemons_are_kill
     for _ in 0..5 {
         assert_eq!(life(dir.path(), None), [id(1)]);
         assert_eq!(counted(dir.path()), [(id(1), 0)]);
+    }
+}
+
+#[test]
+fn daemons_that_end_in_good_order_are_nobodys_fault() {
+    let dir = journal([1, 2]);
+    for _ in 0..4 {
+        run(async {
+            let restored = found(dir.path()).live;
+            assert_eq!(restored.len(), 2, "none is set aside");
+            let (recorder, _messages) = recorder(dir.path());
+            let (handle, engine) = inbox(64);
+            tokio::spawn(readmit(restored, handle, recorder.inbox.clone()));
+            assert_eq!([next(&engine).await, next(&engine).await], [id(1), id(2)]);
+            let (synced, answer) = oneshot::channel();
+            recorder.inbox.send(Told::Sync(synced)).await.unwrap_or_else(|_| panic!("the recorder ended"));
+            answer.await.unwrap();
+        });
+        assert_eq!(counted(dir.path()), [(id(1), 0), (id(2), 0)]);
     }
 }
 

@@ -20,19 +20,18 @@ fn the_flag_is_for_the_first_daemon_alone_in_both_its_forms() {
 #[test]
 fn an_order_is_found_by_the_next_start_and_the_flag_comes_before_it() {
     let dir = tempfile::tempdir().unwrap();
-    let wanted = |flag: Option<&str>, again| wanted(dir.path(), flag.map(Path::new), again).unwrap();
-    assert_eq!(wanted(None, false), None);
+    let wanted = |flag: Option<&str>| wanted(dir.path(), flag.map(Path::new)).unwrap();
+    assert_eq!(wanted(None), None);
     order(dir.path(), Path::new("/c/one")).unwrap();
-    assert_eq!(wanted(None, true), Some(Wanted::Order("/c/one".into())));
-    assert_eq!(wanted(Some("/c/two"), false), Some(Wanted::Flag("/c/two".into())));
+    assert_eq!(wanted(None), Some(Wanted::Order("/c/one".into())));
+    assert_eq!(wanted(Some("/c/two")), Some(Wanted::Flag("/c/two".into())));
 }
 
 #[test]
 fn a_flag_that_comes_with_every_start_is_obeyed_once_for_each_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), OBEYED, b"/c/one").unwrap();
-    let wanted = |path: &str, again| wanted(dir.path(), Some(Path::new(path)), again).unwrap();
-    assert_eq!(wanted("/c/one", true), None);
-    assert_eq!(wanted("/c/one", false), Some(Wanted::Flag("/c/one".into())));
-    assert_eq!(wanted("/c/two", true), Some(Wanted::Flag("/c/two".into())));
+    let wanted = |path: &str| wanted(dir.path(), Some(Path::new(path))).unwrap();
+    assert_eq!(wanted("/c/one"), None);
+    assert_eq!(wanted("/c/two"), Some(Wanted::Flag("/c/two".into())));
 }

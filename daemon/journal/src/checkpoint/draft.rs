@@ -13,7 +13,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// What is being written has this name, which no checkpoint can have. One at a time.
-const SAVING: &str = ".saving";
+pub(super) const SAVING: &str = ".saving";
 
 /// A checkpoint that is being written. Dropped before it is [finished](Draft::finish), it leaves nothing.
 #[derive(Debug)]

@@ -5,9 +5,9 @@
 //!
 //! The caller holds the state directory's lock, and no database in it is open.
 
-use super::draft::{private_dir, private_file, remove_dir, sync_dir};
+use super::draft::{SAVING, private_dir, private_file, remove_dir, sync_dir};
 use super::read::sum;
-use super::{CONTROL, Checkpoint, CheckpointError, JOURNAL, Problem};
+use super::{CHECKPOINTS, CONTROL, Checkpoint, CheckpointError, JOURNAL, Problem};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -70,12 +70,15 @@ impl Checkpoint {
     }
 }
 
-/// Goes on where putting a checkpoint in place was cut off: to be called at every start, before a database is opened. The directory that
-/// has what was there before, if there was anything to do.
+/// Goes on where putting a checkpoint in place was cut off: to be called at every start, before a database is opened and anything is saved.
+/// The directory that has what was there before, if there was anything to do. Parts of what was cut off earlier go: there are prompts in them.
 ///
 /// # Errors
 /// From the file system; the next call goes on.
 pub fn finish_restore(state_dir: &Path) -> Result<Option<PathBuf>, CheckpointError> {
+    for part in [state_dir.join(PARTIAL), state_dir.join(CHECKPOINTS).join(SAVING)] {
+        remove_dir(&part).map_err(CheckpointError::io(&part))?;
+    }
     let restoring = state_dir.join(RESTORING);
     let name = match fs::read_to_string(restoring.join(ASIDE)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

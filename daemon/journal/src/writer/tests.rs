@@ -349,3 +349,16 @@ fn a_file_that_is_damaged_or_of_something_else_is_never_gone_on_without() {
         "{error}"
     );
 }
+
+#[test]
+fn a_snapshot_is_written_to_the_file_and_not_to_what_stands_in_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let now = Now { instant: Instant::now(), unix: 1_000 };
+    let mut writer = JournalWriter::new(JournalDb::stand_in(dir.path(), Fsync::Every).unwrap());
+    writer.absent = Some(dir.path().to_owned());
+    writer.lose(&DbError::DiskFull { path: dir.path().to_owned() }, 1, now);
+    assert_eq!(writer.restore_snapshot(&snapshot(&[(1, &[1, 2])]), now), Durability::Durable);
+    drop(writer);
+    let db = JournalDb::open(dir.path(), Fsync::Every).unwrap();
+    assert_eq!(db.log(id(1), 0).unwrap().unwrap(), entries(&[1, 2]));
+}
