@@ -193,8 +193,9 @@ pub fn start(
         hub,
         durability: sender,
         retention,
+        expire_at: Some(Instant::now()),
         // What an earlier daemon left is kept for those who come back now.
-        expire_at: Some(Instant::now() + grace),
+        expire_from: Instant::now() + grace,
         claims: HashMap::new(),
         lost_keys: HashMap::new(),
         unproven: HashMap::new(),
@@ -217,7 +218,7 @@ pub async fn readmit(restored: Vec<Kept>, engine: EngineHandle<Box<Ticket>>, rec
         let Some(proven) = hand_over(vec![suspect], &engine, &recorder).await else { return };
         drop(proven.await);
     }
-    if hand_over(others, &engine, &recorder).await.is_some() {
+    if hand_over(others, &engine, &recorder).await.is_some() && count > 0 {
         info!(requests = count, "requests of an earlier daemon go on");
     }
 }
@@ -277,6 +278,8 @@ struct Work {
     retention: Retentions,
     /// When something may be kept no longer.
     expire_at: Option<Instant>,
+    /// Only what the hub names is deleted before.
+    expire_from: Instant,
     /// Idempotency keys whose requests are being admitted, with digests of their bodies, as long as somebody holds them.
     claims: HashMap<Key, ([u8; 32], Weak<()>)>,
     /// Those of requests that were admitted and could not be written.
@@ -547,7 +550,9 @@ impl Work {
             let (answer, spent) = oneshot::channel();
             drop(self.hub.send(Message::Spent(answer)).await);
             self.writer.delete_ended(&spent.await.unwrap_or_default(), now());
-            let expired = self.writer.expire(&self.retention.of_journal(), now());
+            let due = Instant::now() >= self.expire_from;
+            let expire = || self.writer.expire(&self.retention.of_journal(), now());
+            let expired = due.then(expire).unwrap_or_default();
             let keeps = self.writer.db().keeps_ended().unwrap_or(true);
             let wait = if expired.more { Duration::ZERO } else { self.expire_every() };
             self.expire_at = keeps.then(|| Instant::now() + wait);
