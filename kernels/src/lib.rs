@@ -13,6 +13,8 @@
 #![allow(clippy::needless_range_loop)]
 
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 pub mod sample;
 

@@ -1,0 +1,454 @@
+// Sampling: penalties and bias, draws, log-probabilities.
+//
+// `adjust_logits` changes the few logits that penalties and biases name, `restore_logits` puts them back. `survey` finds the best logit of
+// each part of a row. `draw` and `log_softmax_top` weigh the parts, and the last of a row's thread blocks to come by draws, or ranks.
+#include "sample.cuh"
+
+struct Adjustment {
+    uint32_t token;
+    uint32_t seen;  // in prompt or output
+    float output;   // how often in the output
+    float bias;
+    float original; // the logit before
+};
+
+struct AdjustArgs {
+    float* logits;                 // [..][stride]
+    Adjustment* adjustments;       // of all rows, in order; a row names a token once
+    const uint32_t* ends;          // [grid]: where a row's adjustments end
+    const float4* penalties;       // [grid]: repetition, frequency, presence
+    const uint32_t* rows;          // [grid]: which row of logits
+    uint32_t stride;
+};
+
+extern "C" __global__ void adjust_logits(const __grid_constant__ AdjustArgs a) {
+    const unsigned row = blockIdx.x;
+    float* logits = a.logits + size_t(a.rows[row]) * a.stride;
+    const float4 penalty = a.penalties[row];
+    for (unsigned i = (row ? a.ends[row - 1] : 0) + threadIdx.x; i < a.ends[row]; i += blockDim.x) {
+        const Adjustment by = a.adjustments[i];
+        a.adjustments[i].original = logits[by.token];
+        float x = __fadd_rn(logits[by.token], by.bias);
+        if (by.seen) x = x > 0.0f ? __fdiv_rn(x, penalty.x) : __fmul_rn(x, penalty.x);
+        x = __fsub_rn(x, __fmul_rn(penalty.y, by.output));
+        if (by.output > 0.0f) x = __fsub_rn(x, penalty.z);
+        logits[by.token] = x;
+    }
+}
+
+extern "C" __global__ void restore_logits(const __grid_constant__ AdjustArgs a) {
+    const unsigned row = blockIdx.x;
+    float* logits = a.logits + size_t(a.rows[row]) * a.stride;
+    for (unsigned i = (row ? a.ends[row - 1] : 0) + threadIdx.x; i < a.ends[row]; i += blockDim.x) {
+        logits[a.adjustments[i].token] = a.adjustments[i].original;
+    }
+}
+
+// How one row is drawn from, or ranked.
+struct Row {
+    float inverse;      // of the temperature; 0 takes the best
+    float top_p;        // 1 and more keeps all
+    float min_p;        // 0 keeps all
+    uint32_t top_k;     // 0 keeps all
+    uint32_t seed[2];
+    uint32_t choice;
+    uint32_t position;
+    uint32_t logits_row;
+    uint32_t ranks;     // log-probabilities: how many of the best; NONE for no ranking at all
+};
+
+struct Drawn {
+    uint32_t token; // NONE where a logit is not finite
+    uint32_t bad;   // the first such token, or NONE
+};
+
+struct Ranked {
+    uint32_t token;
+    float logprob;
+};
+
+struct Best {
+    uint64_t key;
+    uint32_t bad;
+    uint32_t unused;
+};
+
+// What the thread blocks of a row leave for the last of them. Zeroed by `survey`.
+struct Sums {
+    Mass bucket_masses[BUCKETS];
+    uint32_t bucket_counts[BUCKETS];
+    Mass chunks[CHUNK]; // by CHUNK logits of the vocabulary
+    uint32_t arrived;
+    uint32_t unused[3];
+};
+
+struct SelectArgs {
+    const float* logits; // [..][stride]
+    const Row* rows;     // [grid.y]
+    Best* best;          // [grid.y][grid.x]
+    Sums* sums;          // [grid.y]
+    Sums* more_sums;     // [grid.y], for the survey to zero too; or null
+    Drawn* drawn;        // [grid.y]: draws write it, ranking reads it
+    float* logprobs;     // [grid.y]: of the token drawn
+    Ranked* ranked;      // [grid.y][ranks]
+    uint32_t ranks;      // row length of ranked
+    uint32_t stride;     // a multiple of 4
+    uint32_t vocabulary;
+    uint32_t part;       // logits of a part, a multiple of CHUNK
+    uint32_t ranked_only; // the survey passes over rows that are not ranked
+};
+
+__device__ __forceinline__ unsigned part_end(const SelectArgs& a) {
+    return min(a.vocabulary, (blockIdx.x + 1) * a.part);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) survey(const __grid_constant__ SelectArgs a) {
+    __shared__ uint64_t keys[WARP];
+    __shared__ uint32_t bads[WARP];
+    const Row row = a.rows[blockIdx.y];
+    if (a.ranked_only && row.ranks == NONE) return;
+    const float* logits = a.logits + size_t(row.logits_row) * a.stride;
+    for (Sums* sums : {a.sums, a.more_sums}) {
+        if (!sums) continue;
+        uint4* words = reinterpret_cast<uint4*>(&sums[blockIdx.y]);
+        for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < sizeof(Sums) / 16; i += gridDim.x * THREADS) {
+            words[i] = make_uint4(0, 0, 0, 0);
+        }
+    }
+    uint64_t best = ~0ull;
+    uint32_t bad = NONE;
+    for_logits(logits, blockIdx.x * a.part, part_end(a), [&](float logit, unsigned id) {
+        best = min(best, key(logit, id));
+        if (!isfinite(logit)) bad = min(bad, id);
+    });
+    for (unsigned width = WARP / 2; width > 0; width /= 2) {
+        best = min(best, __shfl_xor_sync(ALL_LANES, best, width));
+        bad = min(bad, __shfl_xor_sync(ALL_LANES, bad, width));
+    }
+    if (threadIdx.x % WARP == 0) keys[threadIdx.x / WARP] = best, bads[threadIdx.x / WARP] = bad;
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+        best = keys[threadIdx.x], bad = bads[threadIdx.x];
+        for (unsigned width = WARP / 2; width > 0; width /= 2) {
+            best = min(best, __shfl_xor_sync(ALL_LANES, best, width));
+            bad = min(bad, __shfl_xor_sync(ALL_LANES, bad, width));
+        }
+        if (threadIdx.x == 0) a.best[blockIdx.y * gridDim.x + blockIdx.x] = Best{best, bad, 0};
+    }
+}
+
+// A row seen by the last of its thread blocks.
+struct Selector {
+    const float* logits;
+    unsigned vocabulary;
+    Weigh weigh;
+    Sums& sums;
+    uint64_t* list;    // [CANDIDATES], sorted; in shared memory
+    uint32_t* low;     // [BUCKETS]: histogram of a digit, over the same memory as the list
+    uint32_t* high;
+    uint32_t* counts;
+    Tally* scratch;    // [WARP]
+    uint32_t* shared;  // a word
+    Tally* found;      // what a search gave
+    uint32_t listed;   // entries of the list
+    uint32_t list_low; // it holds the buckets [list_low, list_high]
+    uint32_t list_high;
+
+    // Fills the list with the candidates that `wanted` takes, at most CANDIDATES, best first.
+    template <class Wanted> __device__ void gather(Wanted wanted) {
+        __syncthreads();
+        if (threadIdx.x == 0) *shared = 0;
+        __syncthreads();
+        for_logits(logits, 0, vocabulary, [&](float logit, unsigned id) {
+            if (wanted(logit, id)) {
+                const unsigned at = atomicAdd(shared, 1);
+                if (at < CANDIDATES) list[at] = key(logit, id);
+            }
+        });
+        __syncthreads();
+        listed = min(*shared, CANDIDATES);
+        unsigned size = 2;
+        while (size < listed) size *= 2;
+        for (unsigned i = listed + threadIdx.x; i < size; i += THREADS) list[i] = ~0ull;
+        for (unsigned run = 2; run <= size; run *= 2) {
+            for (unsigned gap = run / 2; gap > 0; gap /= 2) {
+                __syncthreads();
+                for (unsigned i = threadIdx.x; i < size / 2; i += THREADS) {
+                    const unsigned first = (i / gap) * 2 * gap + i % gap;
+                    const uint64_t x = list[first], y = list[first + gap];
+                    if ((x > y) == ((first & run) == 0)) list[first] = y, list[first + gap] = x;
+                }
+            }
+        }
+        __syncthreads();
+    }
+
+    __device__ void load_buckets(unsigned from, unsigned to) {
+        if (from == list_low && to == list_high) return;
+        gather([&](float logit, unsigned) {
+            const unsigned bucket = weigh.bucket(logit);
+            return from <= bucket && bucket <= to;
+        });
+        list_low = from, list_high = to;
+    }
+
+    // Where the sums over `size` tallies, `at(i)` each, first reach `mass` or `count`, in order. `before` is what comes before them, and
+    // becomes what comes before the one found. Returns its index; `size` where the sums never reach.
+    template <class At> __device__ unsigned first_to_reach(unsigned size, At at, Mass mass, uint32_t count, Tally& before) {
+        const unsigned each = (size + THREADS - 1) / THREADS;
+        Tally own = {0, 0};
+        for (unsigned i = threadIdx.x * each; i < min(size, (threadIdx.x + 1) * each); ++i) {
+            const Tally one = at(i);
+            own.mass += one.mass, own.count += one.count;
+        }
+        const Tally through = block_scan(own, scratch);
+        if (threadIdx.x == 0) *shared = size;
+        __syncthreads();
+        Tally sum = {before.mass + through.mass - own.mass, before.count + through.count - own.count};
+        const bool reached = sum.mass >= mass || sum.count >= count;
+        const bool reaches = sum.mass + own.mass >= mass || sum.count + own.count >= count;
+        if (!reached && reaches) {
+            for (unsigned i = threadIdx.x * each;; ++i) {
+                const Tally one = at(i);
+                if (sum.mass + one.mass >= mass || sum.count + one.count >= count) {
+                    *shared = i;
+                    *found = sum;
+                    break;
+                }
+                sum.mass += one.mass, sum.count += one.count;
+            }
+        }
+        __syncthreads();
+        const unsigned index = *shared;
+        if (index < size) before = *found;
+        __syncthreads();
+        return index;
+    }
+
+    __device__ unsigned bucket_to_reach(Mass mass, uint32_t count, Tally& before) {
+        return first_to_reach(
+            BUCKETS, [&](unsigned i) { return Tally{__ldcg(&sums.bucket_masses[i]), __ldcg(&sums.bucket_counts[i])}; }, mass,
+            count, before);
+    }
+
+    // The candidate at which the sums in order reach `mass` or `count`, its mass included in `before`. `limit`: the last bucket that any
+    // search of this row comes to.
+    __device__ uint64_t candidate_to_reach(Mass mass, uint32_t count, unsigned limit, bool few, Tally& before) {
+        before = {0, 0};
+        unsigned bucket = 0;
+        if (few) {
+            load_buckets(0, limit);
+        } else {
+            bucket = bucket_to_reach(mass, count, before);
+            if (bucket >= BUCKETS) return ~0ull;
+            if (__ldcg(&sums.bucket_counts[bucket]) > CANDIDATES) {
+                narrow(bucket, mass, count, before);
+            } else {
+                load_buckets(bucket, bucket);
+            }
+        }
+        const unsigned index = first_to_reach(
+            listed, [&](unsigned i) { return Tally{weigh.of(logit_of_key(list[i])), 1}; }, mass, count, before);
+        if (index >= listed) return ~0ull;
+        const uint64_t candidate = list[index];
+        before.mass += weigh.of(logit_of_key(candidate));
+        before.count += 1;
+        return candidate;
+    }
+
+    // Lists the candidates of a bucket around the one searched for: digit by digit of their keys, until few enough have the same prefix.
+    __device__ void narrow(unsigned bucket, Mass mass, uint32_t count, Tally& before) {
+        constexpr unsigned DIGIT = 11;
+        uint64_t prefix = 0;
+        unsigned shift = 64;
+        uint32_t inside = CANDIDATES + 1;
+        while (inside > CANDIDATES && shift > 0) {
+            const unsigned wide = min(DIGIT, shift), next = shift - wide;
+            __syncthreads();
+            for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) low[i] = high[i] = counts[i] = 0;
+            __syncthreads();
+            for_logits(logits, 0, vocabulary, [&](float logit, unsigned id) {
+                const uint64_t k = key(logit, id);
+                if (weigh.bucket(logit) != bucket || (shift < 64 && (k >> shift) != prefix)) return;
+                const unsigned digit = unsigned(k >> next) & ((1u << wide) - 1);
+                atomicAdd(&counts[digit], 1);
+                add_mass(&low[digit], &high[digit], weigh.of(logit));
+            });
+            __syncthreads();
+            const unsigned digit = first_to_reach(
+                1u << wide, [&](unsigned i) { return Tally{Mass(high[i]) << 32 | low[i], counts[i]}; }, mass, count, before);
+            inside = digit < BUCKETS ? counts[digit] : 0;
+            prefix = shift < 64 ? prefix << wide | digit : digit;
+            shift = next;
+            __syncthreads();
+        }
+        gather([&](float logit, unsigned id) {
+            return weigh.bucket(logit) == bucket && (key(logit, id) >> shift) == prefix;
+        });
+        list_low = list_high = NONE;
+    }
+};
+
+// A uniform number in [0, 1) with 53 bits, as `uniform` of kernels/src/sample.rs.
+__device__ double uniform(const Row& row) {
+    constexpr uint32_t PURPOSE_TOKEN = 0;
+    const uint4 bits = philox4x32_10(make_uint4(row.position, PURPOSE_TOKEN, row.choice, 0), make_uint2(row.seed[0], row.seed[1]));
+    return double((uint64_t(bits.y) << 32 | bits.x) >> 11) * 0x1p-53;
+}
+
+// The first mass that exceeds u of the whole; never more than the whole, whatever the rounding.
+__device__ Mass target_of(const Row& row, Mass whole) {
+    return min(Mass(uniform(row) * double(whole)), whole - 1) + 1;
+}
+
+// A draw from the whole vocabulary, in the order of ids.
+__device__ uint32_t draw_from_all(const SelectArgs& a, const Row& row, Selector& s) {
+    const unsigned chunks = (a.vocabulary + CHUNK - 1) / CHUNK;
+    auto chunk_mass = [&](unsigned i) { return Tally{__ldcg(&s.sums.chunks[i]), 0}; };
+    Mass own = 0;
+    for (unsigned i = threadIdx.x; i < chunks; i += THREADS) own += __ldcg(&s.sums.chunks[i]);
+    block_scan({own, 0}, s.scratch);
+    const Mass target = target_of(row, s.scratch[WARP - 1].mass);
+    Tally before = {0, 0};
+    const unsigned chunk = s.first_to_reach(chunks, chunk_mass, target, NONE, before);
+    const unsigned first = chunk * CHUNK, size = min(CHUNK, a.vocabulary - first);
+    auto logit_mass = [&](unsigned i) { return Tally{s.weigh.of(s.logits[first + i]), 0}; };
+    return first + s.first_to_reach(size, logit_mass, target, NONE, before);
+}
+
+// A draw from the fewest of the top_k best that hold top_p of their mass.
+__device__ uint32_t draw_from_best(const SelectArgs& a, const Row& row, Selector& s) {
+    Mass own = 0;
+    for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) own += __ldcg(&s.sums.bucket_masses[i]);
+    block_scan({own, 0}, s.scratch);
+    const Mass whole = s.scratch[WARP - 1].mass;
+    const bool cut = row.top_k != 0 && row.top_k < a.vocabulary;
+    const auto share = [&](Mass of) { return row.top_p < 1.0f ? max(Mass(1), Mass(ceil(double(row.top_p) * double(of)))) : of; };
+    // The last bucket that matters, and how many candidates there are up to it.
+    Tally before = {0, 0};
+    const unsigned limit = min(s.bucket_to_reach(cut ? ~0ull : share(whole), cut ? row.top_k : NONE, before), BUCKETS - 1);
+    const bool few = before.count + __ldcg(&s.sums.bucket_counts[limit]) <= CANDIDATES;
+    Tally kept = {whole, 0};
+    if (cut) s.candidate_to_reach(~0ull, row.top_k, limit, few, kept);
+    if (row.top_p < 1.0f) s.candidate_to_reach(share(kept.mass), NONE, limit, few, kept);
+    return uint32_t(s.candidate_to_reach(target_of(row, kept.mass), NONE, limit, few, before));
+}
+
+// Log-probabilities of the token drawn and of the best.
+__device__ void rank(const SelectArgs& a, const Row& row, Selector& s) {
+    Mass own = 0;
+    for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) own += __ldcg(&s.sums.bucket_masses[i]);
+    block_scan({own, 0}, s.scratch);
+    const double norm = double(s.weigh.top) + log(double(s.scratch[WARP - 1].mass) / double(MASS_ONE));
+    const uint32_t token = a.drawn[blockIdx.y].token;
+    if (threadIdx.x == 0) {
+        a.logprobs[blockIdx.y] = token < a.vocabulary ? float(double(s.logits[token]) - norm) : nanf("");
+    }
+    const unsigned ranks = min(row.ranks, a.vocabulary);
+    if (ranks == 0) return;
+    Tally before = {0, 0};
+    const unsigned limit = s.bucket_to_reach(~0ull, ranks, before);
+    const bool few = before.count + __ldcg(&s.sums.bucket_counts[limit]) <= CANDIDATES;
+    const uint64_t last = s.candidate_to_reach(~0ull, ranks, limit, few, before);
+    if (!few) s.gather([&](float logit, unsigned id) { return key(logit, id) <= last; });
+    for (unsigned i = threadIdx.x; i < ranks; i += THREADS) {
+        const uint64_t candidate = s.list[i];
+        a.ranked[size_t(blockIdx.y) * a.ranks + i] =
+            Ranked{uint32_t(candidate), float(double(logit_of_key(candidate)) - norm)};
+    }
+}
+
+// Weighs a part of the row, by bucket or by chunk.
+__device__ __forceinline__ void weigh_part(const SelectArgs& a, const float* logits, Weigh weigh, bool all, Sums& sums,
+                                           uint32_t* low, uint32_t* high, uint32_t* counts) {
+    const unsigned first = blockIdx.x * a.part, last = part_end(a);
+    if (all) {
+        const unsigned lane = threadIdx.x % WARP;
+        for (unsigned chunk = first + threadIdx.x / WARP * CHUNK; chunk < last; chunk += THREADS / WARP * CHUNK) {
+            Mass mass = 0;
+            for (unsigned id = chunk + lane; id < min(last, chunk + CHUNK); id += WARP) mass += weigh.of(logits[id]);
+            mass = warp_mass(mass);
+            if (lane == 0) sums.chunks[chunk / CHUNK] = mass;
+        }
+        return;
+    }
+    for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) low[i] = high[i] = counts[i] = 0;
+    __syncthreads();
+    // The last bucket holds most of a peaked row: it is counted apart.
+    Tally far = {0, 0};
+    for_logits(logits, first, last, [&](float logit, unsigned) {
+        const unsigned bucket = weigh.bucket(logit);
+        const Mass mass = weigh.of(logit);
+        if (bucket == BUCKETS - 1) {
+            far.mass += mass, far.count += 1;
+        } else {
+            atomicAdd(&counts[bucket], 1);
+            add_mass(&low[bucket], &high[bucket], mass);
+        }
+    });
+    far = {warp_mass(far.mass), __reduce_add_sync(ALL_LANES, far.count)};
+    if (threadIdx.x % WARP == 0) {
+        atomicAdd(&counts[BUCKETS - 1], far.count);
+        add_mass(&low[BUCKETS - 1], &high[BUCKETS - 1], far.mass);
+    }
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) {
+        if (counts[i] == 0) continue;
+        atomicAdd(&sums.bucket_counts[i], counts[i]);
+        atomicAdd(&sums.bucket_masses[i], Mass(high[i]) << 32 | low[i]);
+    }
+}
+
+template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs& a) {
+    // The list, or a histogram of three words each.
+    __shared__ uint64_t memory[CANDIDATES];
+    __shared__ Tally scratch[WARP];
+    __shared__ Tally found;
+    __shared__ uint32_t word;
+    uint32_t* histogram = reinterpret_cast<uint32_t*>(memory);
+    uint32_t *low = histogram, *high = histogram + BUCKETS, *counts = histogram + 2 * BUCKETS;
+
+    Row row = a.rows[blockIdx.y];
+    if (RANK && row.ranks == NONE) return;
+    if (RANK) row.inverse = 1.0f, row.min_p = 0.0f;
+    const float* logits = a.logits + size_t(row.logits_row) * a.stride;
+    uint64_t best = ~0ull;
+    uint32_t bad = NONE;
+    for (unsigned i = 0; i < gridDim.x; ++i) {
+        const Best part = a.best[blockIdx.y * gridDim.x + i];
+        best = min(best, part.key), bad = min(bad, part.bad);
+    }
+    const bool greedy = !RANK && row.inverse == 0.0f;
+    if (bad != NONE || greedy) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            if (!RANK) {
+                a.drawn[blockIdx.y] = Drawn{bad == NONE ? uint32_t(best) : NONE, bad};
+            } else {
+                a.logprobs[blockIdx.y] = nanf("");
+            }
+        }
+        return;
+    }
+    const Weigh weigh = {logit_of_key(best), row.inverse, row.min_p};
+    Sums& sums = a.sums[blockIdx.y];
+    const bool all = !RANK && row.top_p >= 1.0f && (row.top_k == 0 || row.top_k >= a.vocabulary);
+    weigh_part(a, logits, weigh, all, sums, low, high, counts);
+
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) word = atomicAdd(&sums.arrived, 1);
+    __syncthreads();
+    if (word != gridDim.x - 1) return;
+    __threadfence();
+    Selector s = {logits, a.vocabulary, weigh,   sums, memory, low, high, counts,
+                  scratch, &word,       &found, 0,    NONE,   NONE};
+    if (RANK) {
+        rank(a, row, s);
+    } else {
+        const uint32_t token = all ? draw_from_all(a, row, s) : draw_from_best(a, row, s);
+        if (threadIdx.x == 0) a.drawn[blockIdx.y] = Drawn{token, NONE};
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) draw(const __grid_constant__ SelectArgs a) { select_row<false>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) log_softmax_top(const __grid_constant__ SelectArgs a) { select_row<true>(a); }
