@@ -1,7 +1,8 @@
 // Sampling: penalties and bias, draws, log-probabilities.
 //
 // `adjust_logits` changes the few logits that penalties and biases name, `restore_logits` puts them back. `survey` finds the best logit of
-// each part of a row. `draw` and `log_softmax_top` weigh the parts, and the last of a row's thread blocks to come by draws, or ranks.
+// each part and of each group of a row. `draw` and `log_softmax_top` weigh the parts, and the last of a row's thread blocks to come by draws,
+// or ranks. The few best are found through the groups: at least k logits are as good as the k-th best of the groups' bests.
 #include "sample.cuh"
 
 struct Adjustment {
@@ -86,6 +87,7 @@ struct SelectArgs {
     const float* logits; // [..][stride]
     const Row* rows;     // [grid.y]
     Best* best;          // [grid.y][grid.x]
+    uint32_t* maxima;    // [grid.y][MOST_GROUPS]: the best logit of a group, as `order` has it
     Sums* sums;          // [grid.y]
     Sums* more_sums;     // [grid.y], for the survey to zero too; or null
     Drawn* drawn;        // [grid.y]: draws write it, ranking reads it
@@ -117,15 +119,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) survey(const __grid_consta
     }
     uint64_t best = ~0ull;
     uint32_t bad = NONE;
-    for_logits(logits, blockIdx.x * a.part, part_end(a), [&](float logit, unsigned id) {
-        best = min(best, key(logit, id));
-        if (!isfinite(logit)) bad = min(bad, id);
-    });
+    const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, last = part_end(a);
+    uint32_t* maxima = a.maxima + size_t(blockIdx.y) * MOST_GROUPS;
+#pragma unroll 4
+    for (unsigned group = blockIdx.x * a.part + warp * GROUP; group < last; group += 4 * THREADS) {
+        const unsigned id = group + 4 * lane;
+        uint32_t most = 0;
+        if (id < last) {
+            const float4 four = __ldg(reinterpret_cast<const float4*>(logits + id));
+            const float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (unsigned i = 0; i < 4; ++i) {
+                best = min(best, key(values[i], id + i));
+                most = max(most, order(values[i]));
+                if (!isfinite(values[i])) bad = min(bad, id + i);
+            }
+        }
+        most = __reduce_max_sync(ALL_LANES, most);
+        if (lane == 0) maxima[group / GROUP] = most;
+    }
     for (unsigned width = WARP / 2; width > 0; width /= 2) {
         best = min(best, __shfl_xor_sync(ALL_LANES, best, width));
         bad = min(bad, __shfl_xor_sync(ALL_LANES, bad, width));
     }
-    if (threadIdx.x % WARP == 0) keys[threadIdx.x / WARP] = best, bads[threadIdx.x / WARP] = bad;
+    if (lane == 0) keys[warp] = best, bads[warp] = bad;
     __syncthreads();
     if (threadIdx.x < WARP) {
         best = keys[threadIdx.x], bad = bads[threadIdx.x];
@@ -137,9 +154,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) survey(const __grid_consta
     }
 }
 
+// Sorts the first `count` entries of a list; what lies behind them, up to a power of two, is lost.
+__device__ __noinline__ void sort(uint64_t* list, unsigned count) {
+    unsigned size = 2;
+    while (size < count) size *= 2;
+    for (unsigned i = count + threadIdx.x; i < size; i += THREADS) list[i] = ~0ull;
+    for (unsigned run = 2; run <= size; run *= 2) {
+        for (unsigned gap = run / 2; gap > 0; gap /= 2) {
+            __syncthreads();
+            for (unsigned i = threadIdx.x; i < size / 2; i += THREADS) {
+                const unsigned first = (i / gap) * 2 * gap + i % gap;
+                const uint64_t x = list[first], y = list[first + gap];
+                if ((x > y) == ((first & run) == 0)) list[first] = y, list[first + gap] = x;
+            }
+        }
+    }
+    __syncthreads();
+}
+
 // A row seen by the last of its thread blocks.
 struct Selector {
     const float* logits;
+    const uint32_t* maxima;
     unsigned vocabulary;
     Weigh weigh;
     Sums& sums;
@@ -154,42 +190,48 @@ struct Selector {
     uint32_t list_low; // it holds the buckets [list_low, list_high]
     uint32_t list_high;
 
-    // Fills the list with the candidates that `wanted` takes, at most CANDIDATES, best first.
-    template <class Wanted> __device__ void gather(Wanted wanted) {
+    // Fills the list with the candidates that `wanted` takes, best first, looking at the groups whose best logit `near` takes. Whether they
+    // are no more than CANDIDATES; else the list is of no use.
+    template <class Near, class Wanted> __device__ bool gather(Near near, Wanted wanted) {
         __syncthreads();
         if (threadIdx.x == 0) *shared = 0;
         __syncthreads();
-        for_logits(logits, 0, vocabulary, [&](float logit, unsigned id) {
+        for_groups(logits, maxima, vocabulary, near, [&](float logit, unsigned id) {
             if (wanted(logit, id)) {
                 const unsigned at = atomicAdd(shared, 1);
                 if (at < CANDIDATES) list[at] = key(logit, id);
             }
         });
         __syncthreads();
-        listed = min(*shared, CANDIDATES);
-        unsigned size = 2;
-        while (size < listed) size *= 2;
-        for (unsigned i = listed + threadIdx.x; i < size; i += THREADS) list[i] = ~0ull;
-        for (unsigned run = 2; run <= size; run *= 2) {
-            for (unsigned gap = run / 2; gap > 0; gap /= 2) {
-                __syncthreads();
-                for (unsigned i = threadIdx.x; i < size / 2; i += THREADS) {
-                    const unsigned first = (i / gap) * 2 * gap + i % gap;
-                    const uint64_t x = list[first], y = list[first + gap];
-                    if ((x > y) == ((first & run) == 0)) list[first] = y, list[first + gap] = x;
-                }
-            }
-        }
+        listed = *shared;
         __syncthreads();
+        if (listed > CANDIDATES) return false;
+        sort(list, listed);
+        return true;
     }
 
-    __device__ void load_buckets(unsigned from, unsigned to) {
+    __device__ __noinline__ void load_buckets(unsigned from, unsigned to) {
         if (from == list_low && to == list_high) return;
-        gather([&](float logit, unsigned) {
-            const unsigned bucket = weigh.bucket(logit);
-            return from <= bucket && bucket <= to;
-        });
+        gather([&](float best) { return weigh.bucket(best) <= to; },
+               [&](float logit, unsigned) {
+                   const unsigned bucket = weigh.bucket(logit);
+                   return from <= bucket && bucket <= to;
+               });
         list_low = from, list_high = to;
+    }
+
+    // Lists the `count` best and some more, where that is quick and possible.
+    __device__ __noinline__ bool load_best(unsigned count) {
+        const unsigned groups = (vocabulary + GROUP - 1) / GROUP;
+        if (4 * count > groups) return false;
+        __syncthreads();
+        for (unsigned i = threadIdx.x; i < groups; i += THREADS) list[i] = uint64_t(~maxima[i]);
+        sort(list, groups);
+        const uint32_t least = ~uint32_t(list[count - 1]);
+        const bool done = gather([&](float best) { return order(best) >= least; },
+                                 [&](float logit, unsigned) { return order(logit) >= least; });
+        list_low = 0, list_high = done ? BUCKETS : NONE;
+        return done;
     }
 
     // Where the sums over `size` tallies, `at(i)` each, first reach `mass` or `count`, in order. `before` is what comes before them, and
@@ -225,7 +267,7 @@ struct Selector {
         return index;
     }
 
-    __device__ unsigned bucket_to_reach(Mass mass, uint32_t count, Tally& before) {
+    __device__ __noinline__ unsigned bucket_to_reach(Mass mass, uint32_t count, Tally& before) {
         return first_to_reach(
             BUCKETS, [&](unsigned i) { return Tally{__ldcg(&sums.bucket_masses[i]), __ldcg(&sums.bucket_counts[i])}; }, mass,
             count, before);
@@ -233,7 +275,7 @@ struct Selector {
 
     // The candidate at which the sums in order reach `mass` or `count`, its mass included in `before`. `limit`: the last bucket that any
     // search of this row comes to.
-    __device__ uint64_t candidate_to_reach(Mass mass, uint32_t count, unsigned limit, bool few, Tally& before) {
+    __device__ __noinline__ uint64_t candidate_to_reach(Mass mass, uint32_t count, unsigned limit, bool few, Tally& before) {
         before = {0, 0};
         unsigned bucket = 0;
         if (few) {
@@ -257,7 +299,7 @@ struct Selector {
     }
 
     // Lists the candidates of a bucket around the one searched for: digit by digit of their keys, until few enough have the same prefix.
-    __device__ void narrow(unsigned bucket, Mass mass, uint32_t count, Tally& before) {
+    __device__ __noinline__ void narrow(unsigned bucket, Mass mass, uint32_t count, Tally& before) {
         constexpr unsigned DIGIT = 11;
         uint64_t prefix = 0;
         unsigned shift = 64;
@@ -282,9 +324,10 @@ struct Selector {
             shift = next;
             __syncthreads();
         }
-        gather([&](float logit, unsigned id) {
-            return weigh.bucket(logit) == bucket && (key(logit, id) >> shift) == prefix;
-        });
+        gather([](float) { return true; },
+               [&](float logit, unsigned id) {
+                   return weigh.bucket(logit) == bucket && (key(logit, id) >> shift) == prefix;
+               });
         list_low = list_high = NONE;
     }
 };
@@ -302,7 +345,7 @@ __device__ Mass target_of(const Row& row, Mass whole) {
 }
 
 // A draw from the whole vocabulary, in the order of ids.
-__device__ uint32_t draw_from_all(const SelectArgs& a, const Row& row, Selector& s) {
+__device__ __noinline__ uint32_t draw_from_all(const SelectArgs& a, const Row& row, Selector& s) {
     const unsigned chunks = (a.vocabulary + CHUNK - 1) / CHUNK;
     auto chunk_mass = [&](unsigned i) { return Tally{__ldcg(&s.sums.chunks[i]), 0}; };
     Mass own = 0;
@@ -316,62 +359,27 @@ __device__ uint32_t draw_from_all(const SelectArgs& a, const Row& row, Selector&
     return first + s.first_to_reach(size, logit_mass, target, NONE, before);
 }
 
-// A draw from the fewest of the top_k best that hold top_p of their mass.
-__device__ uint32_t draw_from_best(const SelectArgs& a, const Row& row, Selector& s) {
-    Mass own = 0;
-    for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) own += __ldcg(&s.sums.bucket_masses[i]);
-    block_scan({own, 0}, s.scratch);
-    const Mass whole = s.scratch[WARP - 1].mass;
-    const bool cut = row.top_k != 0 && row.top_k < a.vocabulary;
-    const auto share = [&](Mass of) { return row.top_p < 1.0f ? max(Mass(1), Mass(ceil(double(row.top_p) * double(of)))) : of; };
-    // The last bucket that matters, and how many candidates there are up to it.
-    Tally before = {0, 0};
-    const unsigned limit = min(s.bucket_to_reach(cut ? ~0ull : share(whole), cut ? row.top_k : NONE, before), BUCKETS - 1);
-    const bool few = before.count + __ldcg(&s.sums.bucket_counts[limit]) <= CANDIDATES;
-    Tally kept = {whole, 0};
-    if (cut) s.candidate_to_reach(~0ull, row.top_k, limit, few, kept);
-    if (row.top_p < 1.0f) s.candidate_to_reach(share(kept.mass), NONE, limit, few, kept);
-    return uint32_t(s.candidate_to_reach(target_of(row, kept.mass), NONE, limit, few, before));
-}
-
-// Log-probabilities of the token drawn and of the best.
-__device__ void rank(const SelectArgs& a, const Row& row, Selector& s) {
-    Mass own = 0;
-    for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) own += __ldcg(&s.sums.bucket_masses[i]);
-    block_scan({own, 0}, s.scratch);
-    const double norm = double(s.weigh.top) + log(double(s.scratch[WARP - 1].mass) / double(MASS_ONE));
-    const uint32_t token = a.drawn[blockIdx.y].token;
-    if (threadIdx.x == 0) {
-        a.logprobs[blockIdx.y] = token < a.vocabulary ? float(double(s.logits[token]) - norm) : nanf("");
-    }
-    const unsigned ranks = min(row.ranks, a.vocabulary);
-    if (ranks == 0) return;
-    Tally before = {0, 0};
-    const unsigned limit = s.bucket_to_reach(~0ull, ranks, before);
-    const bool few = before.count + __ldcg(&s.sums.bucket_counts[limit]) <= CANDIDATES;
-    const uint64_t last = s.candidate_to_reach(~0ull, ranks, limit, few, before);
-    if (!few) s.gather([&](float logit, unsigned id) { return key(logit, id) <= last; });
-    for (unsigned i = threadIdx.x; i < ranks; i += THREADS) {
-        const uint64_t candidate = s.list[i];
-        a.ranked[size_t(blockIdx.y) * a.ranks + i] =
-            Ranked{uint32_t(candidate), float(double(logit_of_key(candidate)) - norm)};
-    }
-}
-
-// Weighs a part of the row, by bucket or by chunk.
-__device__ __forceinline__ void weigh_part(const SelectArgs& a, const float* logits, Weigh weigh, bool all, Sums& sums,
-                                           uint32_t* low, uint32_t* high, uint32_t* counts) {
-    const unsigned first = blockIdx.x * a.part, last = part_end(a);
-    if (all) {
-        const unsigned lane = threadIdx.x % WARP;
-        for (unsigned chunk = first + threadIdx.x / WARP * CHUNK; chunk < last; chunk += THREADS / WARP * CHUNK) {
-            Mass mass = 0;
-            for (unsigned id = chunk + lane; id < min(last, chunk + CHUNK); id += WARP) mass += weigh.of(logits[id]);
-            mass = warp_mass(mass);
-            if (lane == 0) sums.chunks[chunk / CHUNK] = mass;
+// Weighs logits by chunk.
+__device__ __forceinline__ void weigh_chunks(const float* logits, unsigned first, unsigned last, Weigh weigh, Sums& sums) {
+    const unsigned lane = threadIdx.x % WARP;
+    for (unsigned chunk = first + threadIdx.x / WARP * CHUNK; chunk < last; chunk += THREADS / WARP * CHUNK) {
+        Mass mass = 0;
+#pragma unroll
+        for (unsigned i = 0; i < CHUNK / GROUP; ++i) {
+            const unsigned id = chunk + i * GROUP + 4 * lane;
+            if (id >= last) break;
+            const float4 four = __ldg(reinterpret_cast<const float4*>(logits + id));
+            mass += weigh.of(four.x) + weigh.of(four.y) + weigh.of(four.z) + weigh.of(four.w);
         }
-        return;
+        mass = warp_mass(mass);
+        if (lane == 0) sums.chunks[chunk / CHUNK] = mass;
     }
+}
+
+// Weighs logits by bucket. The three words of a histogram are in shared memory.
+__device__ __noinline__ void weigh_buckets(const float* logits, unsigned first, unsigned last, Weigh weigh, Sums& sums, uint32_t* low,
+                                           uint32_t* high, uint32_t* counts) {
+    __syncthreads();
     for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) low[i] = high[i] = counts[i] = 0;
     __syncthreads();
     // The last bucket holds most of a peaked row: it is counted apart.
@@ -396,6 +404,56 @@ __device__ __forceinline__ void weigh_part(const SelectArgs& a, const float* log
         if (counts[i] == 0) continue;
         atomicAdd(&sums.bucket_counts[i], counts[i]);
         atomicAdd(&sums.bucket_masses[i], Mass(high[i]) << 32 | low[i]);
+    }
+    __syncthreads();
+}
+
+// A draw from the fewest of the top_k best that hold top_p of their mass. `listed`: the list holds the top_k best already.
+__device__ __noinline__ uint32_t draw_from_best(const SelectArgs& a, const Row& row, Selector& s, bool listed) {
+    const bool cut = row.top_k != 0 && row.top_k < a.vocabulary;
+    const auto share = [&](Mass of) { return row.top_p < 1.0f ? max(Mass(1), Mass(ceil(double(row.top_p) * double(of)))) : of; };
+    Tally before = {0, 0}, kept = {0, 0};
+    // The last bucket that matters, and whether the candidates up to it can be listed at once.
+    unsigned limit = BUCKETS;
+    bool few = true;
+    if (!listed) {
+        Mass own = 0;
+        for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) own += __ldcg(&s.sums.bucket_masses[i]);
+        block_scan({own, 0}, s.scratch);
+        kept.mass = s.scratch[WARP - 1].mass;
+        limit = min(s.bucket_to_reach(cut ? ~0ull : share(kept.mass), cut ? row.top_k : NONE, before), BUCKETS - 1);
+        few = before.count + __ldcg(&s.sums.bucket_counts[limit]) <= CANDIDATES;
+    }
+    if (cut) s.candidate_to_reach(~0ull, row.top_k, limit, few, kept);
+    if (row.top_p < 1.0f) s.candidate_to_reach(share(kept.mass), NONE, limit, few, kept);
+    return uint32_t(s.candidate_to_reach(target_of(row, kept.mass), NONE, limit, few, before));
+}
+
+// Log-probabilities of the token drawn and of the best.
+__device__ __noinline__ void rank(const SelectArgs& a, const Row& row, Selector& s) {
+    const unsigned chunks = (a.vocabulary + CHUNK - 1) / CHUNK;
+    Mass own = 0;
+    for (unsigned i = threadIdx.x; i < chunks; i += THREADS) own += __ldcg(&s.sums.chunks[i]);
+    block_scan({own, 0}, s.scratch);
+    const double norm = double(s.weigh.top) + log(double(s.scratch[WARP - 1].mass) / double(MASS_ONE));
+    const uint32_t token = a.drawn[blockIdx.y].token;
+    if (threadIdx.x == 0) {
+        a.logprobs[blockIdx.y] = token < a.vocabulary ? float(double(s.logits[token]) - norm) : nanf("");
+    }
+    const unsigned ranks = min(row.ranks, a.vocabulary);
+    if (ranks == 0) return;
+    if (!s.load_best(ranks)) {
+        weigh_buckets(s.logits, 0, a.vocabulary, s.weigh, s.sums, s.low, s.high, s.counts);
+        Tally before = {0, 0};
+        const unsigned limit = s.bucket_to_reach(~0ull, ranks, before);
+        const bool few = before.count + __ldcg(&s.sums.bucket_counts[limit]) <= CANDIDATES;
+        const uint64_t last = s.candidate_to_reach(~0ull, ranks, limit, few, before);
+        if (!few) s.gather([](float) { return true; }, [&](float logit, unsigned id) { return key(logit, id) <= last; });
+    }
+    for (unsigned i = threadIdx.x; i < ranks; i += THREADS) {
+        const uint64_t candidate = s.list[i];
+        a.ranked[size_t(blockIdx.y) * a.ranks + i] =
+            Ranked{uint32_t(candidate), float(double(logit_of_key(candidate)) - norm)};
     }
 }
 
@@ -431,21 +489,35 @@ template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs
     }
     const Weigh weigh = {logit_of_key(best), row.inverse, row.min_p};
     Sums& sums = a.sums[blockIdx.y];
-    const bool all = !RANK && row.top_p >= 1.0f && (row.top_k == 0 || row.top_k >= a.vocabulary);
-    weigh_part(a, logits, weigh, all, sums, low, high, counts);
+    const uint32_t* maxima = a.maxima + size_t(blockIdx.y) * MOST_GROUPS;
+    Selector s = {logits, maxima, a.vocabulary, weigh, sums, memory, low, high, counts, scratch, &word, &found, 0, NONE, NONE};
 
+    const bool all = !RANK && row.top_p >= 1.0f && (row.top_k == 0 || row.top_k >= a.vocabulary);
+    // The few best need no weights of the rest: one block finds them.
+    const bool quick = !RANK && row.top_k != 0 && row.top_k < a.vocabulary && 4 * row.top_k * GROUP <= a.vocabulary;
+    if (quick) {
+        if (blockIdx.x != 0) return;
+        const bool listed = s.load_best(row.top_k);
+        if (!listed) weigh_buckets(logits, 0, a.vocabulary, weigh, sums, low, high, counts);
+        const uint32_t token = draw_from_best(a, row, s, listed);
+        if (threadIdx.x == 0) a.drawn[blockIdx.y] = Drawn{token, NONE};
+        return;
+    }
+    if (RANK || all) {
+        weigh_chunks(logits, blockIdx.x * a.part, part_end(a), weigh, sums);
+    } else {
+        weigh_buckets(logits, blockIdx.x * a.part, part_end(a), weigh, sums, low, high, counts);
+    }
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) word = atomicAdd(&sums.arrived, 1);
     __syncthreads();
     if (word != gridDim.x - 1) return;
     __threadfence();
-    Selector s = {logits, a.vocabulary, weigh,   sums, memory, low, high, counts,
-                  scratch, &word,       &found, 0,    NONE,   NONE};
     if (RANK) {
         rank(a, row, s);
     } else {
-        const uint32_t token = all ? draw_from_all(a, row, s) : draw_from_best(a, row, s);
+        const uint32_t token = all ? draw_from_all(a, row, s) : draw_from_best(a, row, s, false);
         if (threadIdx.x == 0) a.drawn[blockIdx.y] = Drawn{token, NONE};
     }
 }

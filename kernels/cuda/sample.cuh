@@ -14,6 +14,9 @@ constexpr unsigned BUCKETS = 2048;
 constexpr float BUCKETS_PER_UNIT = 64.0f;
 // Logits whose mass is kept for a draw from the whole vocabulary.
 constexpr unsigned CHUNK = 512;
+// Logits whose best is kept: what a warp reads at once.
+constexpr unsigned GROUP = 4 * WARP;
+constexpr unsigned MOST_GROUPS = 2048;
 constexpr uint32_t NONE = 0xffffffffu;
 
 using Mass = unsigned long long;
@@ -108,27 +111,53 @@ __device__ __forceinline__ Tally block_scan(Tally x, Tally* scratch) {
     return x;
 }
 
-// Calls each(logit, id) for the logits [first, last) of a row, 16 bytes at a time, four such in flight.
+// Calls each(logit, id) for the logits [first, last) of a row, 16 bytes at a time, four such in flight. Both are multiples of 4.
 template <class Each> __device__ __forceinline__ void for_logits(const float* row, unsigned first, unsigned last, Each each) {
     constexpr unsigned FLIGHT = 4;
-    const unsigned body = last & ~3u;
-    for (unsigned id = first + 4 * threadIdx.x; id < body; id += FLIGHT * 4 * THREADS) {
+    for (unsigned id = first + 4 * threadIdx.x; id < last; id += FLIGHT * 4 * THREADS) {
         float4 fours[FLIGHT];
 #pragma unroll
         for (unsigned i = 0; i < FLIGHT; ++i) {
             const unsigned at = id + i * 4 * THREADS;
-            if (at < body) fours[i] = __ldg(reinterpret_cast<const float4*>(row + at));
+            if (at < last) fours[i] = __ldg(reinterpret_cast<const float4*>(row + at));
         }
 #pragma unroll
         for (unsigned i = 0; i < FLIGHT; ++i) {
             const unsigned at = id + i * 4 * THREADS;
-            if (at >= body) break;
+            if (at >= last) break;
             each(fours[i].x, at);
             each(fours[i].y, at + 1);
             each(fours[i].z, at + 2);
             each(fours[i].w, at + 3);
         }
     }
-    const unsigned tail = max(first, body) + threadIdx.x;
-    if (tail < last) each(row[tail], tail);
+}
+
+// The same for the groups of a row whose best logit `near` takes.
+template <class Near, class Each>
+__device__ __forceinline__ void for_groups(const float* row, const uint32_t* maxima, unsigned last, Near near, Each each) {
+    constexpr unsigned FLIGHT = 4;
+    const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const unsigned groups = (last + GROUP - 1) / GROUP;
+    for (unsigned first = warp * WARP; first < groups; first += THREADS) {
+        uint32_t left = __ballot_sync(ALL_LANES, first + lane < groups && near(logit_of(maxima[min(first + lane, groups - 1)])));
+        while (left) {
+            float4 fours[FLIGHT];
+            unsigned at[FLIGHT];
+#pragma unroll
+            for (unsigned i = 0; i < FLIGHT; ++i) {
+                at[i] = left ? (first + __ffs(left) - 1) * GROUP + 4 * lane : last;
+                left &= left - 1;
+                if (at[i] < last) fours[i] = __ldg(reinterpret_cast<const float4*>(row + at[i]));
+            }
+#pragma unroll
+            for (unsigned i = 0; i < FLIGHT; ++i) {
+                if (at[i] >= last) continue;
+                each(fours[i].x, at[i]);
+                each(fours[i].y, at[i] + 1);
+                each(fours[i].z, at[i] + 2);
+                each(fours[i].w, at[i] + 3);
+            }
+        }
+    }
 }

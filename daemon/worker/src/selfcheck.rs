@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-/// Exit code where a kernel gave a wrong result.
+/// Exit code where a kernel gave a wrong result, or the device failed.
 #[cfg(feature = "cuda")]
 const WRONG: u8 = 1;
 /// Exit code where no GPU can be used: nothing was checked.
@@ -15,24 +15,23 @@ const NO_GPU: u8 = 3;
 pub fn run(ordinal: usize, only_failed: bool) -> ExitCode {
     use pagedd_kernels::cuda::{Device, selfcheck};
 
-    let checked = Device::open(ordinal).and_then(|device| {
-        let info = device.info();
-        println!(
-            "{} (compute capability {}.{}, driver for CUDA {}.{})",
-            info.name,
-            info.capability.0,
-            info.capability.1,
-            info.driver / 1000,
-            info.driver % 1000 / 10
-        );
-        selfcheck::run(&device)
-    });
-    let rows = match checked {
+    let device = match Device::open(ordinal) {
+        Ok(device) => device,
+        Err(error) => return fail(&error, NO_GPU),
+    };
+    let info = device.info();
+    let (capability, driver) = (info.capability, info.driver);
+    println!(
+        "{} (compute capability {}.{}, driver for CUDA {}.{})",
+        info.name,
+        capability.0,
+        capability.1,
+        driver / 1000,
+        driver % 1000 / 10
+    );
+    let rows = match selfcheck::run(&device) {
         Ok(rows) => rows,
-        Err(error) => {
-            eprintln!("pagedd-worker selfcheck: {error}");
-            return ExitCode::from(NO_GPU);
-        }
+        Err(error) => return fail(&error, WRONG),
     };
     for row in rows.iter().filter(|row| !only_failed || !row.passed()) {
         println!("{row}");
@@ -40,6 +39,12 @@ pub fn run(ordinal: usize, only_failed: bool) -> ExitCode {
     let failed = rows.iter().filter(|row| !row.passed()).count();
     println!("{} checks, {failed} failed", rows.len());
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::from(WRONG) }
+}
+
+#[cfg(feature = "cuda")]
+fn fail(error: &pagedd_kernels::cuda::CudaError, code: u8) -> ExitCode {
+    eprintln!("pagedd-worker selfcheck: {error}");
+    ExitCode::from(code)
 }
 
 /// Says that there is nothing to check.

@@ -109,6 +109,8 @@ unsafe impl Plain for AdjustmentWords {}
 const SUMS: usize = 2048 * 12 + 512 * 8 + 16;
 /// Bytes of `Best` of sample.cu.
 const BEST: usize = 16;
+/// Groups of 128 logits of the largest vocabulary.
+const MOST_GROUPS: usize = 2048;
 /// Thread blocks of a row.
 const MOST_PARTS: usize = 32;
 /// Logits that are always in one part.
@@ -127,6 +129,7 @@ pub struct Sampler {
     ends: Buffer<u32>,
     adjustments: Buffer<AdjustmentWords>,
     best: Buffer<[u8; BEST]>,
+    maxima: Buffer<[u32; MOST_GROUPS]>,
     sums: Buffer<[u8; SUMS]>,
     drawn: Buffer<Drawn>,
     logprobs: Buffer<f32>,
@@ -189,6 +192,7 @@ impl Sampler {
             ends: Buffer::zeroed(stream, rows)?,
             adjustments: Buffer::zeroed(stream, adjustments)?,
             best: Buffer::zeroed(stream, product("parts of rows", &[rows, MOST_PARTS])?)?,
+            maxima: Buffer::zeroed(stream, rows)?,
             sums: Buffer::zeroed(stream, product("sums of rows", &[2, rows])?)?,
             drawn: Buffer::zeroed(stream, rows)?,
             logprobs: Buffer::zeroed(stream, rows)?,
@@ -303,6 +307,7 @@ impl Sampler {
             logits: logits.address(),
             rows: self.rows.all().address(),
             best: self.best.all().address(),
+            maxima: self.maxima.all().address(),
             sums,
             more_sums: if self.step.ranks { sums + (self.rows.len() * SUMS) as u64 } else { 0 },
             drawn: self.drawn.all().address(),
@@ -336,6 +341,7 @@ struct SelectArgs {
     logits: u64,
     rows: u64,
     best: u64,
+    maxima: u64,
     sums: u64,
     more_sums: u64,
     drawn: u64,
