@@ -154,18 +154,65 @@ extern "C" __global__ void __launch_bounds__(THREADS) survey(const __grid_consta
     }
 }
 
-// Sorts the first `count` entries of a list; what lies behind them, up to a power of two, is lost.
-__device__ __noinline__ void sort(uint64_t* list, unsigned count) {
+// What a thread block works with: candidates in their order, or a histogram in three words each.
+__shared__ union {
+    uint64_t list[CANDIDATES];
+    struct {
+        uint32_t low[BUCKETS], high[BUCKETS], counts[BUCKETS];
+    } digits;
+} memory;
+__shared__ Tally scratch[WARP];
+__shared__ Tally found;
+__shared__ uint32_t word;
+
+__device__ __forceinline__ void clear_digits() {
+    uint32_t* words = memory.digits.low;
+    for (unsigned i = threadIdx.x; i < 3 * BUCKETS; i += THREADS) words[i] = 0;
+    __syncthreads();
+}
+__device__ __forceinline__ void count_digit(unsigned digit, Mass mass) {
+    atomicAdd(&memory.digits.counts[digit], 1);
+    add_mass(&memory.digits.low[digit], &memory.digits.high[digit], mass);
+}
+__device__ __forceinline__ Tally digit_tally(unsigned digit) {
+    return {Mass(memory.digits.high[digit]) << 32 | memory.digits.low[digit], memory.digits.counts[digit]};
+}
+
+// Lists up to so many entries are sorted by counting, and searched by one warp.
+constexpr unsigned SHORT = 256;
+
+// Sorts the first `count` entries of the list; what lies behind them, up to a power of two, is lost.
+__device__ __noinline__ void sort(unsigned count) {
+    uint64_t* list = memory.list;
+    if (count <= SHORT) {
+        // Four threads count for an entry how many come before it; all are different.
+        const unsigned entry = threadIdx.x / 4;
+        const uint64_t own = entry < count ? list[entry] : 0;
+        unsigned before = 0;
+        for (unsigned i = threadIdx.x % 4; i < count; i += 4) before += list[i] < own;
+        before += __shfl_xor_sync(ALL_LANES, before, 1);
+        before += __shfl_xor_sync(ALL_LANES, before, 2);
+        __syncthreads();
+        if (entry < count && threadIdx.x % 4 == 0) list[before] = own;
+        __syncthreads();
+        return;
+    }
     unsigned size = 2;
     while (size < count) size *= 2;
     for (unsigned i = count + threadIdx.x; i < size; i += THREADS) list[i] = ~0ull;
+    __syncthreads();
     for (unsigned run = 2; run <= size; run *= 2) {
         for (unsigned gap = run / 2; gap > 0; gap /= 2) {
-            __syncthreads();
             for (unsigned i = threadIdx.x; i < size / 2; i += THREADS) {
                 const unsigned first = (i / gap) * 2 * gap + i % gap;
                 const uint64_t x = list[first], y = list[first + gap];
                 if ((x > y) == ((first & run) == 0)) list[first] = y, list[first + gap] = x;
+            }
+            // With a gap up to a warp's width, a warp keeps to 64 entries of its own.
+            if (gap > WARP || (gap == 1 && run > WARP)) {
+                __syncthreads();
+            } else {
+                __syncwarp();
             }
         }
     }
@@ -179,34 +226,27 @@ struct Selector {
     unsigned vocabulary;
     Weigh weigh;
     Sums& sums;
-    uint64_t* list;    // [CANDIDATES], sorted; in shared memory
-    uint32_t* low;     // [BUCKETS]: histogram of a digit, over the same memory as the list
-    uint32_t* high;
-    uint32_t* counts;
-    Tally* scratch;    // [WARP]
-    uint32_t* shared;  // a word
-    Tally* found;      // what a search gave
-    uint32_t listed;   // entries of the list
-    uint32_t list_low; // it holds the buckets [list_low, list_high]
+    uint32_t listed;    // entries of the list
+    uint32_t list_low;  // it holds the buckets [list_low, list_high]
     uint32_t list_high;
 
     // Fills the list with the candidates that `wanted` takes, best first, looking at the groups whose best logit `near` takes. Whether they
     // are no more than CANDIDATES; else the list is of no use.
     template <class Near, class Wanted> __device__ bool gather(Near near, Wanted wanted) {
         __syncthreads();
-        if (threadIdx.x == 0) *shared = 0;
+        if (threadIdx.x == 0) word = 0;
         __syncthreads();
         for_groups(logits, maxima, vocabulary, near, [&](float logit, unsigned id) {
             if (wanted(logit, id)) {
-                const unsigned at = atomicAdd(shared, 1);
-                if (at < CANDIDATES) list[at] = key(logit, id);
+                const unsigned at = atomicAdd(&word, 1);
+                if (at < CANDIDATES) memory.list[at] = key(logit, id);
             }
         });
         __syncthreads();
-        listed = *shared;
+        listed = word;
         __syncthreads();
         if (listed > CANDIDATES) return false;
-        sort(list, listed);
+        sort(listed);
         return true;
     }
 
@@ -224,10 +264,16 @@ struct Selector {
     __device__ __noinline__ bool load_best(unsigned count) {
         const unsigned groups = (vocabulary + GROUP - 1) / GROUP;
         if (4 * count > groups) return false;
-        __syncthreads();
-        for (unsigned i = threadIdx.x; i < groups; i += THREADS) list[i] = uint64_t(~maxima[i]);
-        sort(list, groups);
-        const uint32_t least = ~uint32_t(list[count - 1]);
+        // The largest number, in its high bits, that `count` groups reach. A thread has two groups.
+        const uint32_t first = threadIdx.x < groups ? maxima[threadIdx.x] : 0;
+        const uint32_t second = threadIdx.x + THREADS < groups ? maxima[threadIdx.x + THREADS] : 0;
+        uint32_t least = 0;
+        for (int bit = 31; bit >= 12; --bit) {
+            const uint32_t more = least | 1u << bit;
+            unsigned reached = __syncthreads_count(first >= more);
+            if (groups > THREADS) reached += __syncthreads_count(second >= more);
+            if (reached >= count) least = more;
+        }
         const bool done = gather([&](float best) { return order(best) >= least; },
                                  [&](float logit, unsigned) { return order(logit) >= least; });
         list_low = 0, list_high = done ? BUCKETS : NONE;
@@ -244,7 +290,7 @@ struct Selector {
             own.mass += one.mass, own.count += one.count;
         }
         const Tally through = block_scan(own, scratch);
-        if (threadIdx.x == 0) *shared = size;
+        if (threadIdx.x == 0) word = size;
         __syncthreads();
         Tally sum = {before.mass + through.mass - own.mass, before.count + through.count - own.count};
         const bool reached = sum.mass >= mass || sum.count >= count;
@@ -253,16 +299,16 @@ struct Selector {
             for (unsigned i = threadIdx.x * each;; ++i) {
                 const Tally one = at(i);
                 if (sum.mass + one.mass >= mass || sum.count + one.count >= count) {
-                    *shared = i;
-                    *found = sum;
+                    word = i;
+                    found = sum;
                     break;
                 }
                 sum.mass += one.mass, sum.count += one.count;
             }
         }
         __syncthreads();
-        const unsigned index = *shared;
-        if (index < size) before = *found;
+        const unsigned index = word;
+        if (index < size) before = found;
         __syncthreads();
         return index;
     }
@@ -290,9 +336,9 @@ struct Selector {
             }
         }
         const unsigned index = first_to_reach(
-            listed, [&](unsigned i) { return Tally{weigh.of(logit_of_key(list[i])), 1}; }, mass, count, before);
+            listed, [&](unsigned i) { return Tally{weigh.of(logit_of_key(memory.list[i])), 1}; }, mass, count, before);
         if (index >= listed) return ~0ull;
-        const uint64_t candidate = list[index];
+        const uint64_t candidate = memory.list[index];
         before.mass += weigh.of(logit_of_key(candidate));
         before.count += 1;
         return candidate;
@@ -307,19 +353,17 @@ struct Selector {
         while (inside > CANDIDATES && shift > 0) {
             const unsigned wide = min(DIGIT, shift), next = shift - wide;
             __syncthreads();
-            for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) low[i] = high[i] = counts[i] = 0;
-            __syncthreads();
+            clear_digits();
             for_logits(logits, 0, vocabulary, [&](float logit, unsigned id) {
                 const uint64_t k = key(logit, id);
                 if (weigh.bucket(logit) != bucket || (shift < 64 && (k >> shift) != prefix)) return;
                 const unsigned digit = unsigned(k >> next) & ((1u << wide) - 1);
-                atomicAdd(&counts[digit], 1);
-                add_mass(&low[digit], &high[digit], weigh.of(logit));
+                count_digit(digit, weigh.of(logit));
             });
             __syncthreads();
             const unsigned digit = first_to_reach(
-                1u << wide, [&](unsigned i) { return Tally{Mass(high[i]) << 32 | low[i], counts[i]}; }, mass, count, before);
-            inside = digit < BUCKETS ? counts[digit] : 0;
+                1u << wide, [&](unsigned i) { return digit_tally(i); }, mass, count, before);
+            inside = digit < BUCKETS ? memory.digits.counts[digit] : 0;
             prefix = shift < 64 ? prefix << wide | digit : digit;
             shift = next;
             __syncthreads();
@@ -350,8 +394,8 @@ __device__ __noinline__ uint32_t draw_from_all(const SelectArgs& a, const Row& r
     auto chunk_mass = [&](unsigned i) { return Tally{__ldcg(&s.sums.chunks[i]), 0}; };
     Mass own = 0;
     for (unsigned i = threadIdx.x; i < chunks; i += THREADS) own += __ldcg(&s.sums.chunks[i]);
-    block_scan({own, 0}, s.scratch);
-    const Mass target = target_of(row, s.scratch[WARP - 1].mass);
+    block_scan({own, 0}, scratch);
+    const Mass target = target_of(row, scratch[WARP - 1].mass);
     Tally before = {0, 0};
     const unsigned chunk = s.first_to_reach(chunks, chunk_mass, target, NONE, before);
     const unsigned first = chunk * CHUNK, size = min(CHUNK, a.vocabulary - first);
@@ -376,12 +420,10 @@ __device__ __forceinline__ void weigh_chunks(const float* logits, unsigned first
     }
 }
 
-// Weighs logits by bucket. The three words of a histogram are in shared memory.
-__device__ __noinline__ void weigh_buckets(const float* logits, unsigned first, unsigned last, Weigh weigh, Sums& sums, uint32_t* low,
-                                           uint32_t* high, uint32_t* counts) {
+// Weighs logits by bucket.
+__device__ __noinline__ void weigh_buckets(const float* logits, unsigned first, unsigned last, Weigh weigh, Sums& sums) {
     __syncthreads();
-    for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) low[i] = high[i] = counts[i] = 0;
-    __syncthreads();
+    clear_digits();
     // The last bucket holds most of a peaked row: it is counted apart.
     Tally far = {0, 0};
     for_logits(logits, first, last, [&](float logit, unsigned) {
@@ -390,28 +432,69 @@ __device__ __noinline__ void weigh_buckets(const float* logits, unsigned first, 
         if (bucket == BUCKETS - 1) {
             far.mass += mass, far.count += 1;
         } else {
-            atomicAdd(&counts[bucket], 1);
-            add_mass(&low[bucket], &high[bucket], mass);
+            count_digit(bucket, mass);
         }
     });
     far = {warp_mass(far.mass), __reduce_add_sync(ALL_LANES, far.count)};
     if (threadIdx.x % WARP == 0) {
-        atomicAdd(&counts[BUCKETS - 1], far.count);
-        add_mass(&low[BUCKETS - 1], &high[BUCKETS - 1], far.mass);
+        atomicAdd(&memory.digits.counts[BUCKETS - 1], far.count);
+        add_mass(&memory.digits.low[BUCKETS - 1], &memory.digits.high[BUCKETS - 1], far.mass);
     }
     __syncthreads();
     for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) {
-        if (counts[i] == 0) continue;
-        atomicAdd(&sums.bucket_counts[i], counts[i]);
-        atomicAdd(&sums.bucket_masses[i], Mass(high[i]) << 32 | low[i]);
+        const Tally tally = digit_tally(i);
+        if (tally.count == 0) continue;
+        atomicAdd(&sums.bucket_counts[i], tally.count);
+        atomicAdd(&sums.bucket_masses[i], tally.mass);
     }
     __syncthreads();
+}
+
+// The share of a mass that top_p keeps, rounded up.
+__device__ __forceinline__ Mass share(const Row& row, Mass of) {
+    return row.top_p < 1.0f ? max(Mass(1), Mass(ceil(double(row.top_p) * double(of)))) : of;
+}
+
+// `draw_from_best` where the list is short and holds the top_k best: one warp, eight entries a lane.
+__device__ __noinline__ uint32_t draw_from_short(const Row& row, Weigh weigh, unsigned listed) {
+    constexpr unsigned EACH = SHORT / WARP;
+    const unsigned lane = threadIdx.x % WARP;
+    if (threadIdx.x >= WARP) return NONE;
+    Mass masses[EACH], own = 0;
+#pragma unroll
+    for (unsigned i = 0; i < EACH; ++i) {
+        const unsigned at = lane * EACH + i;
+        masses[i] = at < min(listed, row.top_k) ? weigh.of(logit_of_key(memory.list[at])) : 0;
+        own += masses[i];
+    }
+    Mass through = own;
+    for (unsigned width = 1; width < WARP; width *= 2) {
+        const Mass mass = __shfl_up_sync(ALL_LANES, through, width);
+        if (lane >= width) through += mass;
+    }
+    // Where the sums first reach `mass`, and what they are there.
+    unsigned index = 0;
+    const auto reach = [&](Mass mass) {
+        Mass sum = through - own;
+        const bool here = sum < mass && through >= mass;
+        unsigned at = lane * EACH;
+#pragma unroll
+        for (unsigned i = 0; i < EACH; ++i) {
+            if (sum < mass) sum += masses[i], at = lane * EACH + i;
+        }
+        const unsigned source = max(__ffs(__ballot_sync(ALL_LANES, here)), 1) - 1;
+        index = __shfl_sync(ALL_LANES, at, source);
+        return __shfl_sync(ALL_LANES, sum, source);
+    };
+    Mass kept = __shfl_sync(ALL_LANES, through, WARP - 1);
+    if (row.top_p < 1.0f) kept = reach(share(row, kept));
+    reach(target_of(row, kept));
+    return uint32_t(memory.list[index]);
 }
 
 // A draw from the fewest of the top_k best that hold top_p of their mass. `listed`: the list holds the top_k best already.
 __device__ __noinline__ uint32_t draw_from_best(const SelectArgs& a, const Row& row, Selector& s, bool listed) {
     const bool cut = row.top_k != 0 && row.top_k < a.vocabulary;
-    const auto share = [&](Mass of) { return row.top_p < 1.0f ? max(Mass(1), Mass(ceil(double(row.top_p) * double(of)))) : of; };
     Tally before = {0, 0}, kept = {0, 0};
     // The last bucket that matters, and whether the candidates up to it can be listed at once.
     unsigned limit = BUCKETS;
@@ -419,13 +502,13 @@ __device__ __noinline__ uint32_t draw_from_best(const SelectArgs& a, const Row& 
     if (!listed) {
         Mass own = 0;
         for (unsigned i = threadIdx.x; i < BUCKETS; i += THREADS) own += __ldcg(&s.sums.bucket_masses[i]);
-        block_scan({own, 0}, s.scratch);
-        kept.mass = s.scratch[WARP - 1].mass;
-        limit = min(s.bucket_to_reach(cut ? ~0ull : share(kept.mass), cut ? row.top_k : NONE, before), BUCKETS - 1);
+        block_scan({own, 0}, scratch);
+        kept.mass = scratch[WARP - 1].mass;
+        limit = min(s.bucket_to_reach(cut ? ~0ull : share(row, kept.mass), cut ? row.top_k : NONE, before), BUCKETS - 1);
         few = before.count + __ldcg(&s.sums.bucket_counts[limit]) <= CANDIDATES;
     }
     if (cut) s.candidate_to_reach(~0ull, row.top_k, limit, few, kept);
-    if (row.top_p < 1.0f) s.candidate_to_reach(share(kept.mass), NONE, limit, few, kept);
+    if (row.top_p < 1.0f) s.candidate_to_reach(share(row, kept.mass), NONE, limit, few, kept);
     return uint32_t(s.candidate_to_reach(target_of(row, kept.mass), NONE, limit, few, before));
 }
 
@@ -434,8 +517,8 @@ __device__ __noinline__ void rank(const SelectArgs& a, const Row& row, Selector&
     const unsigned chunks = (a.vocabulary + CHUNK - 1) / CHUNK;
     Mass own = 0;
     for (unsigned i = threadIdx.x; i < chunks; i += THREADS) own += __ldcg(&s.sums.chunks[i]);
-    block_scan({own, 0}, s.scratch);
-    const double norm = double(s.weigh.top) + log(double(s.scratch[WARP - 1].mass) / double(MASS_ONE));
+    block_scan({own, 0}, scratch);
+    const double norm = double(s.weigh.top) + log(double(scratch[WARP - 1].mass) / double(MASS_ONE));
     const uint32_t token = a.drawn[blockIdx.y].token;
     if (threadIdx.x == 0) {
         a.logprobs[blockIdx.y] = token < a.vocabulary ? float(double(s.logits[token]) - norm) : nanf("");
@@ -443,7 +526,7 @@ __device__ __noinline__ void rank(const SelectArgs& a, const Row& row, Selector&
     const unsigned ranks = min(row.ranks, a.vocabulary);
     if (ranks == 0) return;
     if (!s.load_best(ranks)) {
-        weigh_buckets(s.logits, 0, a.vocabulary, s.weigh, s.sums, s.low, s.high, s.counts);
+        weigh_buckets(s.logits, 0, a.vocabulary, s.weigh, s.sums);
         Tally before = {0, 0};
         const unsigned limit = s.bucket_to_reach(~0ull, ranks, before);
         const bool few = before.count + __ldcg(&s.sums.bucket_counts[limit]) <= CANDIDATES;
@@ -451,31 +534,23 @@ __device__ __noinline__ void rank(const SelectArgs& a, const Row& row, Selector&
         if (!few) s.gather([](float) { return true; }, [&](float logit, unsigned id) { return key(logit, id) <= last; });
     }
     for (unsigned i = threadIdx.x; i < ranks; i += THREADS) {
-        const uint64_t candidate = s.list[i];
+        const uint64_t candidate = memory.list[i];
         a.ranked[size_t(blockIdx.y) * a.ranks + i] =
             Ranked{uint32_t(candidate), float(double(logit_of_key(candidate)) - norm)};
     }
 }
 
 template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs& a) {
-    // The list, or a histogram of three words each.
-    __shared__ uint64_t memory[CANDIDATES];
-    __shared__ Tally scratch[WARP];
-    __shared__ Tally found;
-    __shared__ uint32_t word;
-    uint32_t* histogram = reinterpret_cast<uint32_t*>(memory);
-    uint32_t *low = histogram, *high = histogram + BUCKETS, *counts = histogram + 2 * BUCKETS;
-
     Row row = a.rows[blockIdx.y];
     if (RANK && row.ranks == NONE) return;
     if (RANK) row.inverse = 1.0f, row.min_p = 0.0f;
     const float* logits = a.logits + size_t(row.logits_row) * a.stride;
-    uint64_t best = ~0ull;
-    uint32_t bad = NONE;
-    for (unsigned i = 0; i < gridDim.x; ++i) {
-        const Best part = a.best[blockIdx.y * gridDim.x + i];
-        best = min(best, part.key), bad = min(bad, part.bad);
-    }
+    // A row has at most as many parts as a warp has lanes.
+    const unsigned lane = threadIdx.x % WARP;
+    const Best part = lane < gridDim.x ? a.best[blockIdx.y * gridDim.x + lane] : Best{~0ull, NONE, 0};
+    uint64_t best = part.key;
+    const uint32_t bad = __reduce_min_sync(ALL_LANES, part.bad);
+    for (unsigned width = WARP / 2; width > 0; width /= 2) best = min(best, __shfl_xor_sync(ALL_LANES, best, width));
     const bool greedy = !RANK && row.inverse == 0.0f;
     if (bad != NONE || greedy) {
         if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -490,7 +565,7 @@ template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs
     const Weigh weigh = {logit_of_key(best), row.inverse, row.min_p};
     Sums& sums = a.sums[blockIdx.y];
     const uint32_t* maxima = a.maxima + size_t(blockIdx.y) * MOST_GROUPS;
-    Selector s = {logits, maxima, a.vocabulary, weigh, sums, memory, low, high, counts, scratch, &word, &found, 0, NONE, NONE};
+    Selector s = {logits, maxima, a.vocabulary, weigh, sums, 0, NONE, NONE};
 
     const bool all = !RANK && row.top_p >= 1.0f && (row.top_k == 0 || row.top_k >= a.vocabulary);
     // The few best need no weights of the rest: one block finds them.
@@ -498,15 +573,15 @@ template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs
     if (quick) {
         if (blockIdx.x != 0) return;
         const bool listed = s.load_best(row.top_k);
-        if (!listed) weigh_buckets(logits, 0, a.vocabulary, weigh, sums, low, high, counts);
-        const uint32_t token = draw_from_best(a, row, s, listed);
+        if (!listed) weigh_buckets(logits, 0, a.vocabulary, weigh, sums);
+        const uint32_t token = listed && s.listed <= SHORT ? draw_from_short(row, weigh, s.listed) : draw_from_best(a, row, s, listed);
         if (threadIdx.x == 0) a.drawn[blockIdx.y] = Drawn{token, NONE};
         return;
     }
     if (RANK || all) {
         weigh_chunks(logits, blockIdx.x * a.part, part_end(a), weigh, sums);
     } else {
-        weigh_buckets(logits, blockIdx.x * a.part, part_end(a), weigh, sums, low, high, counts);
+        weigh_buckets(logits, blockIdx.x * a.part, part_end(a), weigh, sums);
     }
     __threadfence();
     __syncthreads();

@@ -44,7 +44,7 @@ pub struct Buffer<T: Plain> {
 }
 
 impl<T: Plain> Buffer<T> {
-    /// `len` elements of zero bits.
+    /// `len` elements of zero bits, set in order with the work of `stream`: other streams come after it by an [`Event`](super::Event).
     ///
     /// # Errors
     /// Not enough memory, or the device failed.

@@ -200,6 +200,7 @@ pub struct BlockCopies {
     capacity: u32,
     buffer: Buffer<[u32; 3]>,
     len: usize,
+    host: Vec<[u32; 3]>,
 }
 
 impl BlockCopies {
@@ -214,7 +215,13 @@ impl BlockCopies {
         most: usize,
     ) -> Result<Self, CudaError> {
         layout.check()?;
-        Ok(Self { layout, capacity, buffer: Buffer::zeroed(stream, most)?, len: 0 })
+        Ok(Self {
+            layout,
+            capacity,
+            buffer: Buffer::zeroed(stream, most)?,
+            len: 0,
+            host: Vec::with_capacity(most),
+        })
     }
 
     /// Replaces them: from which block, to which, how many tokens. Queued on `stream`.
@@ -228,7 +235,7 @@ impl BlockCopies {
         copies: &[(BlockId, BlockId, usize)],
     ) -> Result<(), CudaError> {
         let (capacity, covered) = (self.capacity, self.layout.block_size as u64);
-        let mut words = Vec::with_capacity(copies.len());
+        self.host.clear();
         for (row, &(from, to, tokens)) in copies.iter().enumerate() {
             if let Some(block) = [from, to].into_iter().find(|block| block.0 >= capacity) {
                 return Err(KvError::Block { row, block, capacity }.into());
@@ -236,10 +243,10 @@ impl BlockCopies {
             if tokens as u64 > covered {
                 return Err(KvError::Table { row, end: tokens as u64, covered }.into());
             }
-            words.push([from.0, to.0, tokens as u32]);
+            self.host.push([from.0, to.0, tokens as u32]);
         }
-        ring.upload(stream, &words, self.buffer.part_mut(0..words.len())?)?;
-        self.len = words.len();
+        ring.upload(stream, &self.host, self.buffer.part_mut(0..self.host.len())?)?;
+        self.len = self.host.len();
         Ok(())
     }
 }
