@@ -33,7 +33,6 @@ fn main() -> ExitCode {
 fn compile_all() -> Result<(), String> {
     println!("cargo::rerun-if-changed=cuda");
     println!("cargo::rerun-if-env-changed=NVCC");
-    println!("cargo::rerun-if-env-changed=PATH");
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo gave no OUT_DIR")?);
     let nvcc = nvcc()?;
     let mut waiting = sources(Path::new("cuda"))?.into_iter();

@@ -32,14 +32,7 @@ enum Command {
     /// Check every GPU kernel against the CPU on this machine's own GPU
     ///
     /// Exit code: 0 all right, 1 a kernel is wrong, 3 no GPU can be used.
-    Selfcheck {
-        /// Which of the driver's GPUs
-        #[arg(long, default_value_t = 0)]
-        gpu: usize,
-        /// Print only what failed
-        #[arg(long)]
-        failed: bool,
-    },
+    Selfcheck(selfcheck::Options),
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -60,8 +53,8 @@ fn main() -> ExitCode {
         let place = panic.location().map(ToString::to_string);
         tracing::error!(place, "panic");
     }));
-    if let Some(Command::Selfcheck { gpu, failed }) = command {
-        return selfcheck::run(gpu, failed);
+    if let Some(Command::Selfcheck(options)) = command {
+        return selfcheck::run(options);
     }
     #[cfg(feature = "failpoints")]
     let _points = fail::FailScenario::setup();

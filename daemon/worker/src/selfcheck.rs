@@ -10,12 +10,27 @@ const WRONG: u8 = 1;
 /// Exit code where no GPU can be used: nothing was checked.
 const NO_GPU: u8 = 3;
 
-/// Checks GPU `ordinal` and prints a table; with `only_failed`, of what failed.
-#[cfg(feature = "cuda")]
-pub fn run(ordinal: usize, only_failed: bool) -> ExitCode {
-    use pagedd_kernels::cuda::{Device, selfcheck};
+/// What is checked and shown.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub struct Options {
+    /// Which of the driver's GPUs
+    #[arg(long, default_value_t = 0)]
+    gpu: usize,
+    /// Only the smallest shapes, for compute-sanitizer
+    #[arg(long)]
+    minimal: bool,
+    /// Print only what failed
+    #[arg(long)]
+    failed: bool,
+}
 
-    let device = match Device::open(ordinal) {
+/// Checks a GPU and prints a table.
+#[cfg(feature = "cuda")]
+pub fn run(options: Options) -> ExitCode {
+    use pagedd_kernels::cuda::Device;
+    use pagedd_kernels::cuda::selfcheck::{self, Extent};
+
+    let device = match Device::open(options.gpu) {
         Ok(device) => device,
         Err(error) => return fail(&error, NO_GPU),
     };
@@ -29,11 +44,12 @@ pub fn run(ordinal: usize, only_failed: bool) -> ExitCode {
         driver / 1000,
         driver % 1000 / 10
     );
-    let rows = match selfcheck::run(&device) {
+    let extent = if options.minimal { Extent::Minimal } else { Extent::Full };
+    let rows = match selfcheck::run(&device, extent) {
         Ok(rows) => rows,
         Err(error) => return fail(&error, WRONG),
     };
-    for row in rows.iter().filter(|row| !only_failed || !row.passed()) {
+    for row in rows.iter().filter(|row| !options.failed || !row.passed()) {
         println!("{row}");
     }
     let failed = rows.iter().filter(|row| !row.passed()).count();
@@ -49,7 +65,7 @@ fn fail(error: &pagedd_kernels::cuda::CudaError, code: u8) -> ExitCode {
 
 /// Says that there is nothing to check.
 #[cfg(not(feature = "cuda"))]
-pub fn run(_ordinal: usize, _only_failed: bool) -> ExitCode {
+pub fn run(_: Options) -> ExitCode {
     eprintln!("pagedd-worker selfcheck: this program was built without GPU support (feature cuda)");
     ExitCode::from(NO_GPU)
 }

@@ -67,18 +67,27 @@ impl fmt::Display for Row {
     }
 }
 
-/// Runs all checks, in about ten seconds.
+/// How much is checked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Extent {
+    /// Shapes of real models: about ten seconds.
+    Full,
+    /// The smallest shapes that reach every branch of the kernels: for tools that slow a program down a thousand times.
+    Minimal,
+}
+
+/// Runs all checks.
 ///
 /// # Errors
 /// The device failed, which is worse than a wrong result.
-pub fn run(device: &Device) -> Result<Vec<Row>, CudaError> {
+pub fn run(device: &Device, extent: Extent) -> Result<Vec<Row>, CudaError> {
     let mut bench =
         Bench { stream: device.stream()?, ring: PinnedRing::new(device, 4, 1 << 20)?, rows: Vec::new() };
-    layers::check::<bf16>(&mut bench)?;
-    layers::check::<f16>(&mut bench)?;
-    sampling::check(&mut bench)?;
-    products::check::<bf16>(&mut bench)?;
-    products::check::<f16>(&mut bench)?;
+    layers::check::<bf16>(&mut bench, extent)?;
+    layers::check::<f16>(&mut bench, extent)?;
+    sampling::check(&mut bench, extent)?;
+    products::check::<bf16>(&mut bench, extent)?;
+    products::check::<f16>(&mut bench, extent)?;
     bench.stream.synchronize()?;
     Ok(bench.rows)
 }
@@ -147,4 +156,28 @@ fn worst<T: Copy>(got: &[T], to_f64: impl Fn(T) -> f64, want: impl Iterator<Item
 fn allowance<T: Half>(want: f64, scale: f64, relative: f64) -> f64 {
     // The last term covers numbers too small for T's full precision.
     T::ROUNDING * 1.001 * want.abs() + relative * scale + 1e-7
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn verdict(got: &[f32], want: &[(f64, f64)]) -> bool {
+        let found = Found::Error(worst(got, f64::from, want.iter().copied()));
+        Row { kernel: "k", case: String::new(), found }.passed()
+    }
+
+    #[test]
+    fn an_error_over_the_allowance_a_nan_and_a_missing_element_do_not_pass() {
+        let want = [(1.0, 0.1), (2.0, 0.1), (-3.0, 0.1)];
+        assert!(verdict(&[1.0, 2.05, -3.0], &want));
+        assert!(!verdict(&[1.0, 2.2, -3.0], &want));
+        assert!(!verdict(&[f32::NAN, 2.0, -3.0], &want));
+        assert!(!verdict(&[1.0, 2.0, f32::NAN], &want));
+        assert!(!verdict(&[1.0, 2.0, f32::INFINITY], &want));
+        assert!(!verdict(&[1.0, 2.0, -3.0], &want[..2]));
+        let different =
+            |count| Row { kernel: "k", case: String::new(), found: Found::Different { count, of: 9 } };
+        assert!(different(0).passed() && !different(1).passed());
+    }
 }

@@ -2,7 +2,7 @@
 
 use pagedd_core::BlockId;
 
-use super::{Bench, Found, allowance, floats, halves, word, worst};
+use super::{Bench, Extent, Found, allowance, floats, halves, word, worst};
 use crate::Pairing;
 use crate::cpu::kv::KvRow;
 use crate::cuda::{
@@ -11,7 +11,18 @@ use crate::cuda::{
 };
 use crate::sample::philox4x32_10;
 
-pub(super) fn check<T: Half>(bench: &mut Bench) -> Result<(), CudaError> {
+pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
+    if extent == Extent::Minimal {
+        norm::<T>(bench, 5, 576, true, true)?;
+        norm::<T>(bench, 2, 8192, true, false)?;
+        for pairing in [Pairing::Halves, Pairing::Interleaved] {
+            let case = RopeCase { heads: 2, kv_heads: 1, head_dim: 64, block_size: 16, pairing, seed: 102 };
+            rope::<T>(bench, &case)?;
+        }
+        silu::<T>(bench, 2, 1536)?;
+        embedding::<T>(bench, 576)?;
+        return copies::<T>(bench, false);
+    }
     for (rows, hidden) in [(1, 576), (5, 64), (3, 3584), (7, 4096), (2, 8192), (2, 65_536)] {
         norm::<T>(bench, rows, hidden, true, false)?;
         norm::<T>(bench, rows, hidden, false, false)?;

@@ -1,10 +1,16 @@
 //! Dense products.
 
-use super::{Bench, Found, halves, worst};
+use super::{Bench, Extent, Found, halves, worst};
 use crate::cuda::{CudaError, Gemm, GemmShape, Half};
 
-pub(super) fn check<T: Half + crate::cuda::GemmOutput>(bench: &mut Bench) -> Result<(), CudaError> {
+pub(super) fn check<T: Half + crate::cuda::GemmOutput>(
+    bench: &mut Bench,
+    extent: Extent,
+) -> Result<(), CudaError> {
     let mut gemm = Gemm::new(&bench.stream)?;
+    if extent == Extent::Minimal {
+        return product::<T>(bench, &mut gemm, GemmShape { inputs: 576, outputs: 64 }, 3);
+    }
     for (inputs, outputs) in [(576, 960), (1536, 576), (4096, 256), (3584, 512)] {
         for rows in [1, 2, 3, 17, 64, 130] {
             product::<T>(bench, &mut gemm, GemmShape { inputs, outputs }, rows)?;

@@ -2,17 +2,23 @@
 
 use pagedd_core::{SamplingParams, TokenId};
 
-use super::{Bench, Found, word, worst};
+use super::{Bench, Extent, Found, word, worst};
 use crate::cuda::{Buffer, CudaError, Ranked, SampleRow, Sampler};
 use crate::sample::{Adjustment, Penalties, SampleError, adjust, draw_above};
 
 /// Log-probabilities that a row may ask for here.
 const RANKS: usize = 20;
 
-pub(super) fn check(bench: &mut Bench) -> Result<(), CudaError> {
-    for vocabulary in [4, 1000, 32_000, 49_152, 128_256, 152_064] {
-        let shapes = [Shape::Normal, Shape::Peaked, Shape::Flat, Shape::Equal, Shape::Wide, Shape::Steps];
-        for shape in shapes {
+pub(super) fn check(bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
+    let (vocabularies, shapes): (&[usize], &[Shape]) = match extent {
+        Extent::Full => (
+            &[4, 1000, 32_000, 49_152, 128_256, 152_064],
+            &[Shape::Normal, Shape::Peaked, Shape::Flat, Shape::Equal, Shape::Wide, Shape::Steps],
+        ),
+        Extent::Minimal => (&[1000, 9000], &[Shape::Normal, Shape::Equal]),
+    };
+    for &vocabulary in vocabularies {
+        for &shape in shapes {
             draws(bench, vocabulary, shape)?;
         }
     }
