@@ -19,7 +19,7 @@ use crate::sample::{Adjustment, Penalties, SampleError};
 /// How one row of logits is drawn from.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRow<'a> {
-    /// Which row of the logits.
+    /// Which row of the logits. One that is adjusted is named once.
     pub logits_row: u32,
     /// Temperature, `top_k`, `top_p`, seed, and how many log-probabilities to report.
     pub params: SamplingParams,
