@@ -388,14 +388,19 @@ __device__ Mass target_of(const Row& row, Mass whole) {
     return min(Mass(uniform(row) * double(whole)), whole - 1) + 1;
 }
 
+// The sum of all chunks.
+__device__ __forceinline__ Mass mass_of_chunks(const Sums& sums, unsigned chunks) {
+    Mass own = 0;
+    for (unsigned i = threadIdx.x; i < chunks; i += THREADS) own += __ldcg(&sums.chunks[i]);
+    block_scan({own, 0}, scratch);
+    return scratch[WARP - 1].mass;
+}
+
 // A draw from the whole vocabulary, in the order of ids.
 __device__ __noinline__ uint32_t draw_from_all(const SelectArgs& a, const Row& row, Selector& s) {
     const unsigned chunks = (a.vocabulary + CHUNK - 1) / CHUNK;
     auto chunk_mass = [&](unsigned i) { return Tally{__ldcg(&s.sums.chunks[i]), 0}; };
-    Mass own = 0;
-    for (unsigned i = threadIdx.x; i < chunks; i += THREADS) own += __ldcg(&s.sums.chunks[i]);
-    block_scan({own, 0}, scratch);
-    const Mass target = target_of(row, scratch[WARP - 1].mass);
+    const Mass target = target_of(row, mass_of_chunks(s.sums, chunks));
     Tally before = {0, 0};
     const unsigned chunk = s.first_to_reach(chunks, chunk_mass, target, NONE, before);
     const unsigned first = chunk * CHUNK, size = min(CHUNK, a.vocabulary - first);
@@ -455,16 +460,16 @@ __device__ __forceinline__ Mass share(const Row& row, Mass of) {
     return row.top_p < 1.0f ? max(Mass(1), Mass(ceil(double(row.top_p) * double(of)))) : of;
 }
 
-// `draw_from_best` where the list is short and holds the top_k best: one warp, eight entries a lane.
-__device__ __noinline__ uint32_t draw_from_short(const Row& row, Weigh weigh, unsigned listed) {
+// `draw_from_best` where the list is short: one warp, eight entries a lane. `listed`: what may be drawn of it, out of a mass of `whole`; 0
+// stands for theirs. Gives NONE in all threads where they do not hold top_p of it.
+__device__ __noinline__ uint32_t draw_from_short(const Row& row, Weigh weigh, unsigned listed, Mass whole) {
     constexpr unsigned EACH = SHORT / WARP;
     const unsigned lane = threadIdx.x % WARP;
-    if (threadIdx.x >= WARP) return NONE;
     Mass masses[EACH], own = 0;
 #pragma unroll
     for (unsigned i = 0; i < EACH; ++i) {
         const unsigned at = lane * EACH + i;
-        masses[i] = at < min(listed, row.top_k) ? weigh.of(logit_of_key(memory.list[at])) : 0;
+        masses[i] = at < listed ? weigh.of(logit_of_key(memory.list[at])) : 0;
         own += masses[i];
     }
     Mass through = own;
@@ -486,9 +491,10 @@ __device__ __noinline__ uint32_t draw_from_short(const Row& row, Weigh weigh, un
         index = __shfl_sync(ALL_LANES, at, source);
         return __shfl_sync(ALL_LANES, sum, source);
     };
-    Mass kept = __shfl_sync(ALL_LANES, through, WARP - 1);
-    if (row.top_p < 1.0f) kept = reach(share(row, kept));
-    reach(target_of(row, kept));
+    const Mass all = __shfl_sync(ALL_LANES, through, WARP - 1);
+    const Mass target = share(row, whole ? whole : all);
+    if (all < target) return NONE;
+    reach(target_of(row, reach(target)));
     return uint32_t(memory.list[index]);
 }
 
@@ -512,13 +518,23 @@ __device__ __noinline__ uint32_t draw_from_best(const SelectArgs& a, const Row& 
     return uint32_t(s.candidate_to_reach(target_of(row, kept.mass), NONE, limit, few, before));
 }
 
+// A draw from the fewest that hold top_p of all.
+__device__ __noinline__ uint32_t draw_from_nucleus(const SelectArgs& a, const Row& row, Selector& s) {
+    constexpr unsigned FIRST_TRIED = 64;
+    const Mass whole = mass_of_chunks(s.sums, (a.vocabulary + CHUNK - 1) / CHUNK);
+    if (s.load_best(FIRST_TRIED) && s.listed <= SHORT) {
+        const uint32_t token = draw_from_short(row, s.weigh, s.listed, whole);
+        if (token != NONE) return token;
+    }
+    weigh_buckets(s.logits, 0, a.vocabulary, s.weigh, s.sums);
+    s.list_low = s.list_high = NONE;
+    return draw_from_best(a, row, s, false);
+}
+
 // Log-probabilities of the token drawn and of the best.
 __device__ __noinline__ void rank(const SelectArgs& a, const Row& row, Selector& s) {
-    const unsigned chunks = (a.vocabulary + CHUNK - 1) / CHUNK;
-    Mass own = 0;
-    for (unsigned i = threadIdx.x; i < chunks; i += THREADS) own += __ldcg(&s.sums.chunks[i]);
-    block_scan({own, 0}, scratch);
-    const double norm = double(s.weigh.top) + log(double(scratch[WARP - 1].mass) / double(MASS_ONE));
+    const Mass whole = mass_of_chunks(s.sums, (a.vocabulary + CHUNK - 1) / CHUNK);
+    const double norm = double(s.weigh.top) + log(double(whole) / double(MASS_ONE));
     const uint32_t token = a.drawn[blockIdx.y].token;
     if (threadIdx.x == 0) {
         a.logprobs[blockIdx.y] = token < a.vocabulary ? float(double(s.logits[token]) - norm) : nanf("");
@@ -574,11 +590,14 @@ template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs
         if (blockIdx.x != 0) return;
         const bool listed = s.load_best(row.top_k);
         if (!listed) weigh_buckets(logits, 0, a.vocabulary, weigh, sums);
-        const uint32_t token = listed && s.listed <= SHORT ? draw_from_short(row, weigh, s.listed) : draw_from_best(a, row, s, listed);
+        const bool is_short = listed && s.listed <= SHORT;
+        const uint32_t token = is_short ? draw_from_short(row, weigh, row.top_k, 0) : draw_from_best(a, row, s, listed);
         if (threadIdx.x == 0) a.drawn[blockIdx.y] = Drawn{token, NONE};
         return;
     }
-    if (RANK || all) {
+    // top_p alone, as a rule, keeps few as well: those are tried before the histogram.
+    const bool by_chunk = RANK || row.top_k == 0 || row.top_k >= a.vocabulary;
+    if (by_chunk) {
         weigh_chunks(logits, blockIdx.x * a.part, part_end(a), weigh, sums);
     } else {
         weigh_buckets(logits, blockIdx.x * a.part, part_end(a), weigh, sums);
@@ -592,7 +611,7 @@ template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs
     if (RANK) {
         rank(a, row, s);
     } else {
-        const uint32_t token = all ? draw_from_all(a, row, s) : draw_from_best(a, row, s, false);
+        const uint32_t token = all ? draw_from_all(a, row, s) : by_chunk ? draw_from_nucleus(a, row, s) : draw_from_best(a, row, s, false);
         if (threadIdx.x == 0) a.drawn[blockIdx.y] = Drawn{token, NONE};
     }
 }

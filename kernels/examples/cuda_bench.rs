@@ -339,7 +339,7 @@ fn logits(rows: usize, vocabulary: usize) -> Vec<f32> {
     let value = |index: usize| {
         let words = philox4x32_10([index as u32, 0, 0, 0], [5, 5]);
         let bell = words.iter().map(|&w| unit(w) - 0.5).sum::<f32>() * 5.0;
-        if words[0].is_multiple_of(2003) { bell + 9.0 } else { bell }
+        if words[0].is_multiple_of(2003) { bell + 14.0 } else { bell }
     };
     (0..rows * vocabulary).map(value).collect()
 }
