@@ -12,7 +12,7 @@ KEEP ?=
 
 .PHONY: help
 help: ## This list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: ## Serve a real model to two tenants, chat with both, compare with the reference, stop (KEEP=1: leave it running)
@@ -81,6 +81,15 @@ bench-journal: build model ## What the journal costs: per step at 256 rows, and 
 .PHONY: bench-crash
 bench-crash: build model ## How long clients wait when a worker or the daemon dies (ARGS: of tests/examples/gaps.rs)
 	cargo run --locked --release --package pagedd-tests --example gaps -- $(ARGS)
+
+.PHONY: cuda-toolchain
+cuda-toolchain: ## Fetch the compiler for GPU kernels (no root, no GPU; 271 MB, once, into .cache)
+	@scripts/cuda_toolchain.sh
+
+.PHONY: cuda-kernels
+cuda-kernels: tools cuda-toolchain ## Compile the GPU kernels; lints and tests of the GPU side that need no GPU
+	cargo clippy --locked --package pagedd-kernels --package pagedd-worker --features pagedd-kernels/cuda,pagedd-worker/cuda --all-targets -- -D warnings
+	cargo test --locked --package pagedd-kernels --features cuda --lib cuda
 
 .PHONY: fmt
 fmt: tools ## Format the sources

@@ -1,4 +1,4 @@
-//! Compute kernels, each behind a safe function that checks its sizes.
+//! Compute kernels, each behind a safe function that checks its sizes: of processors here, of NVIDIA GPUs in `cuda` (feature `cuda`).
 //!
 //! **Owns** packed weight formats, quantised activations, matrix products, attention over paged KV, the small operators of a
 //! transformer, sampling, and the threads that run them. **Never** opens a file, knows a model or a sequence, or decides what runs.
@@ -13,6 +13,8 @@
 #![allow(clippy::needless_range_loop)]
 
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 pub mod sample;
 

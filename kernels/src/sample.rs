@@ -61,6 +61,51 @@ fn uniform(seed: u64, choice: u32, position: u32, purpose: u32) -> f64 {
     (bits >> 11) as f64 / (1_u64 << 53) as f64
 }
 
+/// A token whose logit is changed before a draw.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Adjustment {
+    /// Which.
+    pub token: TokenId,
+    /// Whether it is in prompt or output.
+    pub seen: bool,
+    /// How often it is in the output.
+    pub output: u32,
+    /// Added first.
+    pub bias: f32,
+}
+
+/// Applies biases, then penalties, to the tokens of `adjustments`.
+///
+/// # Errors
+/// A token is outside the vocabulary; nothing has been changed.
+pub fn adjust(
+    logits: &mut [f32],
+    penalties: Penalties,
+    adjustments: &[Adjustment],
+) -> Result<(), SampleError> {
+    let vocabulary = logits.len();
+    if let Some(by) = adjustments.iter().find(|by| by.token.0 as usize >= vocabulary) {
+        return Err(SampleError::Token { token: by.token.0, vocabulary });
+    }
+    for by in adjustments {
+        let logit = &mut logits[by.token.0 as usize];
+        *logit = penalised(*logit + by.bias, &penalties, by.seen, by.output);
+    }
+    Ok(())
+}
+
+/// The logit of a token that is in prompt or output where it was `seen`, and so often in the `output`. Repetition comes first, then frequency
+/// and presence, as everywhere.
+fn penalised(logit: f32, penalties: &Penalties, seen: bool, output: u32) -> f32 {
+    let Penalties { repetition, frequency, presence } = *penalties;
+    let mut logit = logit;
+    if seen {
+        logit = if logit > 0.0 { logit / repetition } else { logit * repetition };
+    }
+    logit -= frequency * output as f32;
+    if output > 0 { logit - presence } else { logit }
+}
+
 /// Draws the token at `position` (of the token drawn, in its sequence) of choice `choice`.
 ///
 /// Greedy takes the most likely token, of equals the smallest id. Else logits are divided by the temperature, cut to the `top_k` most
@@ -74,12 +119,27 @@ pub fn draw(
     choice: u32,
     position: u32,
 ) -> Result<TokenId, SampleError> {
+    draw_above(logits, params, 0.0, choice, position)
+}
+
+/// [`draw`] among the tokens whose probability, at the temperature, is at least `min_p` of the best one's. They are left out before `top_k`
+/// and `top_p` cut.
+///
+/// # Errors
+/// The logits are empty or one is not finite.
+pub fn draw_above(
+    logits: &[f32],
+    params: &SamplingParams,
+    min_p: f32,
+    choice: u32,
+    position: u32,
+) -> Result<TokenId, SampleError> {
     let survey = Survey::new(logits)?;
     let best = survey.best();
     if params.is_greedy() || params.top_k == Some(1) {
         return Ok(best);
     }
-    let weigh = Weigh { top: logits[best.0 as usize], inverse: 1.0 / params.temperature };
+    let weigh = Weigh { top: logits[best.0 as usize], inverse: 1.0 / params.temperature, least: min_p };
     let u = uniform(params.seed, choice, position, PURPOSE_TOKEN);
     let top_k = params.top_k.map_or(logits.len(), |k| logits.len().min(k.max(1) as usize));
     if params.top_p >= 1.0 && top_k == logits.len() {
@@ -93,8 +153,7 @@ pub fn draw(
 
 /// Makes tokens that were there before less likely, in place. A token outside the vocabulary is left out.
 ///
-/// A function of the tokens: how often it is called, and what with before, changes nothing. Repetition comes first, then frequency and presence,
-/// as everywhere.
+/// A function of the tokens: how often it is called, and what with before, changes nothing.
 pub fn penalise(logits: &mut [f32], penalties: &Penalties, prompt: &[u32], output: &[u32]) {
     const DONE: u32 = 1 << 31;
     let mut counts = vec![0_u32; logits.len()];
@@ -108,10 +167,7 @@ pub fn penalise(logits: &mut [f32], penalties: &Penalties, prompt: &[u32], outpu
             continue;
         };
         let logit = &mut logits[token as usize];
-        *logit = if *logit > 0.0 { *logit / penalties.repetition } else { *logit * penalties.repetition };
-        if *count > 0 {
-            *logit -= penalties.frequency * *count as f32 + penalties.presence;
-        }
+        *logit = penalised(*logit, penalties, true, *count);
         *count |= DONE;
     }
 }
@@ -122,12 +178,15 @@ struct Weigh {
     top: f32,
     /// Of the temperature.
     inverse: f32,
+    /// A smaller weight is none.
+    least: f32,
 }
 
 impl Weigh {
     #[inline(always)]
     fn of(self, logit: f32) -> f32 {
-        exp((logit - self.top) * self.inverse)
+        let weight = exp((logit - self.top) * self.inverse);
+        if weight < self.least { 0.0 } else { weight }
     }
 }
 
@@ -359,7 +418,7 @@ pub fn log_softmax_top(logits: &[f32], count: usize, token: TokenId) -> Result<L
         return Err(SampleError::Token { token: token.0, vocabulary: logits.len() });
     };
     let top = logits[survey.best().0 as usize];
-    let whole = mass(Isa::detect().vectors(), logits, Weigh { top, inverse: 1.0 });
+    let whole = mass(Isa::detect().vectors(), logits, Weigh { top, inverse: 1.0, least: 0.0 });
     let norm = f64::from(top) + whole.ln();
     let log_probability = |logit: f32| (f64::from(logit) - norm) as f32;
     let mut ids = if count == 0 { Vec::new() } else { survey.best_first(count) };

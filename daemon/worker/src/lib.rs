@@ -14,6 +14,7 @@ pub mod memory;
 pub mod numa;
 pub mod runner;
 pub mod sample;
+pub mod selfcheck;
 pub mod sequence;
 pub mod serve;
 pub mod weights;

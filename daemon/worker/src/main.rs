@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Parser;
 use pagedd_wire::Channel;
-use pagedd_worker::{arena, serve};
+use pagedd_worker::{arena, selfcheck, serve};
 use tracing_subscriber::EnvFilter;
 
 /// The descriptor of the socket that the daemon hands over.
@@ -13,16 +13,26 @@ const SOCKET: i32 = 3;
 
 /// Runs step plans of pagedd on a device.
 ///
-/// Started by the pagedd daemon with a socket as descriptor 3; of no use by hand.
+/// Started by the pagedd daemon with a socket as descriptor 3; by hand only its commands are of use.
 #[derive(Parser)]
 #[command(version)]
 struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
     /// What is logged, as `level` or `module=level,…`
     #[arg(long, env = "PAGEDD_LOG", default_value = "info")]
     log: EnvFilter,
     /// How it is logged
     #[arg(long, env = "PAGEDD_LOG_FORMAT", value_enum, default_value_t = Format::Text)]
     log_format: Format,
+}
+
+#[derive(Clone, Copy, Debug, clap::Subcommand)]
+enum Command {
+    /// Check every GPU kernel against the CPU on this machine's own GPU
+    ///
+    /// Exit code: 0 all right, 1 a kernel is wrong, 3 no GPU can be used.
+    Selfcheck(selfcheck::Options),
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -32,7 +42,7 @@ enum Format {
 }
 
 fn main() -> ExitCode {
-    let Args { log, log_format } = Args::parse();
+    let Args { command, log, log_format } = Args::parse();
     let logger = tracing_subscriber::fmt().with_env_filter(log).with_writer(std::io::stderr);
     match log_format {
         Format::Text => logger.with_ansi(false).init(),
@@ -43,6 +53,9 @@ fn main() -> ExitCode {
         let place = panic.location().map(ToString::to_string);
         tracing::error!(place, "panic");
     }));
+    if let Some(Command::Selfcheck(options)) = command {
+        return selfcheck::run(options);
+    }
     #[cfg(feature = "failpoints")]
     let _points = fail::FailScenario::setup();
     match run() {

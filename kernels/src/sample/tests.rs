@@ -81,7 +81,7 @@ fn draws_are_those_of_the_plain_definition() {
 #[test]
 fn draws_from_all_reach_every_chunk_and_end_at_a_token_with_weight() {
     let mut logits = vec![0.0; 3 * CHUNK + 5];
-    let weigh = Weigh { top: 0.0, inverse: 1.0 };
+    let weigh = Weigh { top: 0.0, inverse: 1.0, least: 0.0 };
     for at in [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 7, 3 * CHUNK + 4] {
         let u = (at as f64 + 0.5) / logits.len() as f64;
         assert_eq!(pick_of_all(&logits, weigh, u), Some(TokenId(at as u32)));
@@ -107,7 +107,7 @@ fn the_best_few_are_the_first_of_a_full_sort_on_every_set() {
             maxima.fill([0.0; LANES]);
             assert!(super::survey(isa.vectors(), &logits, &mut maxima));
             assert!(maxima == survey.maxima, "{isa}");
-            let weigh = Weigh { top: logits[want[0] as usize], inverse: 0.9 };
+            let weigh = Weigh { top: logits[want[0] as usize], inverse: 0.9, least: 1e-4 };
             let masses = [Isa::Portable, isa].map(|isa| mass(isa.vectors(), &logits, weigh).to_bits());
             assert_eq!(masses[0], masses[1], "{isa}");
         }
@@ -145,4 +145,33 @@ fn penalties_depend_on_what_was_said_and_not_on_its_order() {
     let expected = penalised(&output);
     output.reverse();
     assert_eq!(penalised(&output), expected);
+}
+
+#[test]
+fn tokens_under_the_least_share_of_the_best_are_never_drawn_and_others_are() {
+    let logits = logits(5, 3000, 6.0);
+    let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    for (top_k, top_p) in [(None, 1.0), (None, 0.97), (Some(900), 1.0)] {
+        let params = SamplingParams { temperature: 1.5, top_p, top_k, seed: 3, logprobs: None };
+        let mut drawn = std::collections::BTreeSet::new();
+        for position in 0..500 {
+            let token = draw_above(&logits, &params, 0.2, 0, position).unwrap();
+            assert!(exp((logits[token.0 as usize] - top) / 1.5) >= 0.19, "{token:?}");
+            drawn.insert(token);
+        }
+        assert!(drawn.len() > 20, "{} different tokens", drawn.len());
+    }
+}
+
+#[test]
+fn biases_come_before_penalties_and_a_token_only_in_the_prompt_is_not_counted() {
+    let by = |token, seen, output, bias| Adjustment { token: TokenId(token), seen, output, bias };
+    let mut logits = [1.0, -1.0, 4.0, 2.0, 7.0];
+    let penalties = Penalties { repetition: 2.0, frequency: 0.5, presence: 0.25 };
+    let changes = [by(0, true, 0, 0.0), by(1, true, 2, 0.0), by(2, false, 0, -6.0), by(3, true, 1, -3.0)];
+    adjust(&mut logits, penalties, &changes).unwrap();
+    assert_eq!(logits.map(f32::to_bits), [0.5, -3.25, -2.0, -2.75, 7.0_f32].map(f32::to_bits));
+    let outside = [by(0, false, 0, 1.0), by(5, true, 0, 0.0)];
+    assert_eq!(adjust(&mut logits, penalties, &outside), Err(SampleError::Token { token: 5, vocabulary: 5 }));
+    assert_eq!(logits[0].to_bits(), 0.5_f32.to_bits());
 }

@@ -9,5 +9,6 @@ mod models;
 mod protocol;
 mod reference;
 mod replay;
+mod selfcheck;
 mod speculation;
 mod types;

@@ -1,0 +1,36 @@
+//! Kernels for NVIDIA GPUs, launched through safe functions.
+//!
+//! **Owns** the device, its memory as typed buffers, the kernels of `kernels/cuda/*.cu`, and what must be checked on the host before one
+//! is launched. **Never** waits where a caller did not ask for it, allocates behind a launch, or decides what runs.
+//!
+//! A launch is asynchronous: it returns when it is queued. Launches on one [`Stream`] run in order; between streams, [`Event`]s order them.
+//! Errors of the device show at a later call, and stay.
+
+mod batch;
+mod buffer;
+mod device;
+mod elementwise;
+mod error;
+mod gemm;
+mod graph;
+mod launch;
+mod norm;
+mod pinned;
+mod rope;
+mod sample;
+pub mod selfcheck;
+mod stream;
+
+pub use batch::{DeviceBatch, DeviceKvLayout, Indices};
+pub use buffer::{Buffer, Plain, View, ViewMut};
+pub use device::{Device, DeviceInfo};
+pub use elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, silu_mul};
+pub use error::CudaError;
+pub use gemm::{Algorithm, Gemm, GemmOutput, GemmShape};
+pub use graph::Graph;
+pub use launch::Half;
+pub use norm::{AddNorm, add_rms_norm};
+pub use pinned::{Pinned, PinnedRing};
+pub use rope::{DeviceAngles, RopeIntoKv, rope_into_kv};
+pub use sample::{Drawn, Ranked, SampleRow, Sampler};
+pub use stream::{Event, Stream};

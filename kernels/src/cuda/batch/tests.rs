@@ -1,0 +1,74 @@
+use pagedd_core::BlockId;
+
+use super::*;
+
+fn layout() -> DeviceKvLayout {
+    DeviceKvLayout::blocks_outermost(3, 2, 64, 16).unwrap()
+}
+
+fn lay_out(rows: &[KvRow<'_>], tokens: usize) -> Result<HostBatch, CudaError> {
+    let mut batch = HostBatch::default();
+    batch.lay_out(&layout(), 10, rows, tokens)?;
+    Ok(batch)
+}
+
+#[test]
+fn a_batch_lists_positions_rows_and_tables_and_pads_the_rest_with_no_row() {
+    let (first, second) = ([BlockId(7), BlockId(2)], [BlockId(9)]);
+    let rows = [
+        KvRow { first_position: 15, tokens: 2, table: &first },
+        KvRow { first_position: 4, tokens: 1, table: &second },
+    ];
+    let batch = lay_out(&rows, 5).unwrap();
+    assert_eq!(batch.positions, [15, 16, 4, 0, 0]);
+    assert_eq!(batch.token_rows, [0, 0, 1, NO_ROW, NO_ROW]);
+    assert_eq!(batch.row_tables, [0, 2]);
+    assert_eq!(batch.tables, [7, 2, 9]);
+}
+
+#[test]
+fn rows_that_leave_their_table_or_the_arena_are_refused_with_numbers() {
+    let table = [BlockId(3), BlockId(10)];
+    let row = |first_position, tokens, table| KvRow { first_position, tokens, table };
+    let refused = |row, tokens| lay_out(&[row], tokens).unwrap_err();
+    assert_eq!(refused(row(0, 0, &table[..1]), 8), KvError::Empty { row: 0 }.into());
+    assert_eq!(refused(row(10, 7, &table[..1]), 8), KvError::Table { row: 0, end: 17, covered: 16 }.into());
+    assert_eq!(
+        refused(row(0, 1, &table), 8),
+        KvError::Block { row: 0, block: BlockId(10), capacity: 10 }.into()
+    );
+    assert!(matches!(refused(row(0, 9, &table[..1]), 8), CudaError::Shape(_)));
+    assert!(matches!(refused(row(u32::MAX, 2, &table[..1]), 8), CudaError::Kv(KvError::Table { .. })));
+}
+
+#[test]
+fn both_stride_sets_reach_the_same_elements_and_no_further_than_their_arena() {
+    let (layers, heads, d, size, blocks) = (3, 2, 64, 16, 5_u32);
+    let layouts = [
+        DeviceKvLayout::blocks_outermost(layers, heads, d, size).unwrap(),
+        DeviceKvLayout::layers_outermost(layers, heads, d, size, blocks).unwrap(),
+    ];
+    for layout in layouts {
+        layout.check().unwrap();
+        let bytes = layout.arena_bytes(blocks).unwrap();
+        assert_eq!(bytes, layers * heads * d * size * blocks as usize * 4);
+        let last = layout.offset(blocks - 1, layers - 1, 1, heads - 1, size - 1);
+        assert_eq!(last + 2 * d, bytes, "{layout:?}");
+        let mut starts: Vec<usize> = (0..blocks)
+            .flat_map(|block| (0..layers).map(move |layer| layout.offset(block, layer, 0, 0, 0)))
+            .collect();
+        starts.sort_unstable();
+        starts.dedup();
+        assert_eq!(starts.len(), layers * blocks as usize);
+    }
+}
+
+#[test]
+fn layouts_that_kernels_do_not_work_with_are_refused() {
+    for (head_dim, block_size) in [(72, 16), (0, 16), (528, 16), (64, 24), (64, 0)] {
+        let layout = DeviceKvLayout::blocks_outermost(1, 1, head_dim, block_size).unwrap();
+        assert!(layout.check().is_err(), "{layout:?}");
+    }
+    let tight = DeviceKvLayout { block_stride: 2048, ..layout() };
+    assert!(tight.check().is_err());
+}
