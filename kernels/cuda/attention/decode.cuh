@@ -1,0 +1,468 @@
+// Paged decode attention: few queries a sequence against all of its cached tokens, at the speed of memory.
+//
+// The context is cut into splits of a fixed number of tokens, counted from position 0. A CTA works on one unit (16 packed rows, one KV head, one
+// split) at a time: its warps take the split's pieces of 16 tokens in turn, each with a ring of copies of its own, and merge in warp order. The
+// CTA that finishes a sequence's last open split merges all of them in the order of their positions. So the bits of a row depend on its own
+// queries, keys and values only, never on the batch, the grid or the order in which CTAs finish.
+#pragma once
+#include "params.h"
+#include "tensor.cuh"
+
+namespace pagedd {
+
+/// What the warps of a CTA tell each other when they merge.
+template <int kWarps>
+struct DecodeMerge {
+    float m[kWarps][kUnitRows];
+    float l[kWarps][kUnitRows];
+    int stage[kWarps];  // the ring stage in which a warp left its sums
+    float top[kUnitRows];
+    float total[kUnitRows];
+    int last;
+};
+
+template <int kDim, int kWarps, int kStages>
+struct DecodeShape {
+    static constexpr int kThreads = kWarps * 32;
+    static constexpr int kTileBytes = kPieceTokens * TileLayout<kDim>::kRowBytes;
+    static constexpr int kStageBytes = 2 * kTileBytes;  // K, then V
+    static constexpr int kRingBytes = kStages * kStageBytes;
+    static constexpr int kSharedBytes = kWarps * kRingBytes + static_cast<int>(sizeof(DecodeMerge<kWarps>));
+    static_assert(kStageBytes >= kUnitRows * kDim * 4, "a warp leaves its f32 sums in a stage");
+};
+
+/// One warp's way through the pieces of its units, in the order in which it computes on them. It runs kStages pieces ahead and across the end of a
+/// unit, so that copies stay in flight while the CTA merges.
+template <int kDim, int kWarps, int kStages>
+class PieceStream {
+    using Shape = DecodeShape<kDim, kWarps, kStages>;
+
+  public:
+    __device__ __forceinline__ PieceStream(const DecodeParams& params, int units, int warp, int lane)
+        : params_(params), units_(units), warp_(warp), lane_(lane) {
+        open(blockIdx.x);
+    }
+
+    /// Starts the copies of the next piece into a stage. Past the last unit the copy group is empty, so that groups can be counted.
+    __device__ __forceinline__ void issue(uint32_t stage) {
+        if (unit_ < units_) {
+            const PagedKv& kv = params_.kv;
+            const int block = __shfl_sync(kFullWarp, block_, (token_ >> kv.log2_block) - first_block_);
+            const int in_block = token_ & ((1 << kv.log2_block) - 1);
+            const uint8_t* from = head_ + block * kv.block_stride + in_block * (kDim * 2);
+            const int valid = end_ - token_;
+            copy_piece<TileLayout<kDim>, 32>(stage, from, valid, lane_);
+            copy_piece<TileLayout<kDim>, 32>(stage + Shape::kTileBytes, from + (static_cast<int64_t>(kv.kv_heads) << kv.log2_block) * (kDim * 2), valid, lane_);
+            token_ += kWarps * kPieceTokens;
+            if (token_ >= end_) {
+                open(unit_ + gridDim.x);
+            }
+        }
+        commit_copies();
+    }
+
+  private:
+    /// Goes to the first unit from `unit` on, in steps of the grid, of which this warp has a piece.
+    __device__ __forceinline__ void open(int unit) {
+        const PagedKv& kv = params_.kv;
+        for (unit_ = unit; unit_ < units_; unit_ += gridDim.x) {
+            const DecodeUnit& work = params_.units[unit_ / kv.kv_heads];
+            token_ = work.first_token + warp_ * kPieceTokens;
+            end_ = work.end_token;
+            if (token_ < end_) {
+                // A split is at most 32 blocks, so that each lane keeps one entry of the block table.
+                first_block_ = work.first_token >> kv.log2_block;
+                const int entry = first_block_ + lane_;
+                const bool inside = entry <= (end_ - 1) >> kv.log2_block;
+                block_ = inside ? kv.tables[static_cast<int64_t>(work.sequence) * kv.table_stride + entry] : 0;
+                head_ = kv.layer + (static_cast<int64_t>(unit_ % kv.kv_heads) << kv.log2_block) * (kDim * 2);
+                return;
+            }
+        }
+    }
+
+    const DecodeParams& params_;
+    const int units_;
+    const int warp_;
+    const int lane_;
+    int unit_;
+    int token_;  // first token of the next piece
+    int end_;
+    int first_block_;
+    int block_;  // this lane's entry of the split's blocks
+    const uint8_t* head_;
+};
+
+/// The rows of a unit as one thread of a warp sees them: rows g and g + 8, for lane 4g + t.
+template <typename T, int kDim>
+struct DecodeRows {
+    uint32_t q[kDim / 16][4];
+    float sums[kDim / 8][4];
+    float m[2];
+    float l[2];
+    int limits[2];     // tokens that the two rows see
+    int lowest_limit;  // of all rows of the unit
+
+    __device__ __forceinline__ void open(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int lane) {
+        const Queries& queries = params.queries;
+        const int group = params.kv.group;
+        const int start = queries.starts[unit.sequence];
+        const int q_len = queries.starts[unit.sequence + 1] - start;
+        const int past = unit.context - q_len;
+        lowest_limit = past + unit.first_row / group + 1;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = unit.first_row + lane / 4 + half * 8;
+            const bool real = row < q_len * group;
+            const int token = row / group;
+            limits[half] = past + token + 1;
+            const T* from = static_cast<const T*>(queries.q) + (start + (real ? token : 0)) * queries.q_stride +
+                            (kv_head * group + row % group) * kDim + lane % 4 * 2;
+#pragma unroll
+            for (int k = 0; k < kDim / 16; ++k) {
+                q[k][half] = real ? *reinterpret_cast<const uint32_t*>(from + k * 16) : 0;
+                q[k][half + 2] = real ? *reinterpret_cast<const uint32_t*>(from + k * 16 + 8) : 0;
+            }
+            m[half] = -INFINITY;
+            l[half] = 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sums[n][i] = 0.0f;
+            }
+        }
+    }
+
+    /// Takes in the 16 tokens from `token` on, whose K and V lie in `stage`.
+    __device__ __forceinline__ void attend(uint32_t stage, int tile_bytes, int token, float scale_log2, int lane) {
+        using Layout = TileLayout<kDim>;
+        float scores[2][4] = {};
+        const uint32_t keys = Layout::depth_first(stage, lane);
+#pragma unroll
+        for (int k = 0; k < kDim / 16; ++k) {
+            uint32_t b[4];
+            load_matrices(b, Layout::advance(keys, k));
+            multiply_add<T>(scores[0], q[k], b[0], b[1]);
+            multiply_add<T>(scores[1], q[k], b[2], b[3]);
+        }
+        if (token + kPieceTokens > lowest_limit) {
+            mask_scores(scores, token, limits, lane);
+        }
+        const float factor_low = softmax_step<2, false>(scores, scale_log2, m[0], l[0]);
+        const float factor_high = softmax_step<2, true>(scores, scale_log2, m[1], l[1]);
+        const uint32_t weights[4] = {pack<T>(scores[0][0], scores[0][1]), pack<T>(scores[0][2], scores[0][3]),
+                                     pack<T>(scores[1][0], scores[1][1]), pack<T>(scores[1][2], scores[1][3])};
+        const uint32_t values = Layout::rows_first(stage + tile_bytes, lane);
+#pragma unroll
+        for (int n = 0; n < kDim / 16; ++n) {
+            uint32_t b[4];
+            load_matrices_transposed(b, Layout::advance(values, n));
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                float(&sum)[4] = sums[2 * n + side];
+                sum[0] *= factor_low;
+                sum[1] *= factor_low;
+                sum[2] *= factor_high;
+                sum[3] *= factor_high;
+                multiply_add<T>(sum, weights, b[2 * side], b[2 * side + 1]);
+            }
+        }
+    }
+
+    /// Leaves the first `rows` rows' sums at `to` [row, dim] and their maxima and weights in `m_out` and `l_out`.
+    __device__ __forceinline__ void leave(float* to, float* m_out, float* l_out, int rows, int lane) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float total = quad_sum(l[half]);
+            const int row = lane / 4 + half * 8;
+            if (row < rows) {
+#pragma unroll
+                for (int n = 0; n < kDim / 8; ++n) {
+                    *reinterpret_cast<float2*>(to + row * kDim + n * 8 + lane % 4 * 2) =
+                        make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+                }
+                if (lane % 4 == 0) {
+                    m_out[row] = m[half];
+                    l_out[row] = total;
+                }
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void add_scaled(float4& sum, float weight, const float4& x) {
+    sum.x = fmaf(weight, x.x, sum.x);
+    sum.y = fmaf(weight, x.y, sum.y);
+    sum.z = fmaf(weight, x.z, sum.z);
+    sum.w = fmaf(weight, x.w, sum.w);
+}
+
+/// Writes four elements of a packed row's output, divided by the sum of its weights.
+template <typename T, int kDim>
+__device__ __forceinline__ void write_output(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int row, int column, const float4& sum,
+                                             float total) {
+    const Queries& queries = params.queries;
+    const int packed = unit.first_row + row;
+    const int group = params.kv.group;
+    const int64_t token = queries.starts[unit.sequence] + packed / group;
+    T* to = static_cast<T*>(queries.out) + token * queries.out_stride + (kv_head * group + packed % group) * kDim + column;
+    const float scale = 1.0f / total;
+    *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(sum.x * scale, sum.y * scale), pack<T>(sum.z * scale, sum.w * scale));
+}
+
+/// Merges the warps' sums of a unit in warp order: into the output if the sequence has one split, else into its slot.
+template <typename T, int kDim, int kWarps, int kStages>
+__device__ __forceinline__ void merge_warps(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int rows, const uint8_t* shared,
+                                            const DecodeMerge<kWarps>& merge) {
+    using Shape = DecodeShape<kDim, kWarps, kStages>;
+    const int pieces = (unit.end_token - unit.first_token + kPieceTokens - 1) / kPieceTokens;
+    const int warps = min(kWarps, pieces);
+    const int64_t slot = (static_cast<int64_t>(unit.slot) * params.kv.kv_heads + kv_head) * params.rows_per_unit;
+    for (int i = threadIdx.x; i < rows * (kDim / 4); i += Shape::kThreads) {
+        const int row = i / (kDim / 4);
+        const int column = i % (kDim / 4) * 4;
+        float top = -INFINITY;
+        for (int w = 0; w < warps; ++w) {
+            top = fmaxf(top, merge.m[w][row]);
+        }
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float total = 0.0f;
+        for (int w = 0; w < warps; ++w) {
+            const float weight = partial_weight(merge.m[w][row], top);
+            const uint8_t* left = shared + w * Shape::kRingBytes + merge.stage[w] * Shape::kStageBytes;
+            add_scaled(sum, weight, *reinterpret_cast<const float4*>(left + (row * kDim + column) * 4));
+            total = fmaf(weight, merge.l[w][row], total);
+        }
+        if (unit.splits == 1) {
+            write_output<T, kDim>(params, unit, kv_head, row, column, sum, total);
+        } else {
+            *reinterpret_cast<float4*>(params.partial_out + (slot + row) * kDim + column) = sum;
+            if (column == 0) {
+                *reinterpret_cast<float2*>(params.partial_sums + (slot + row) * 2) = make_float2(top, total);
+            }
+        }
+    }
+}
+
+/// Merges all splits of the unit's rows in the order of their positions and writes the output. All partial results have arrived.
+template <typename T, int kDim, int kWarps>
+__device__ __forceinline__ void merge_splits(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int rows, DecodeMerge<kWarps>& merge) {
+    const int64_t step = static_cast<int64_t>(params.kv.kv_heads) * params.rows_per_unit;
+    const int64_t first = static_cast<int64_t>(unit.first_slot) * step + static_cast<int64_t>(kv_head) * params.rows_per_unit;
+    const float2* all_sums = reinterpret_cast<const float2*>(params.partial_sums) + first;
+    const float* all_out = params.partial_out + first * kDim;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    for (int row = warp; row < rows; row += kWarps) {
+        float top = -INFINITY;
+        for (int split = lane; split < unit.splits; split += 32) {
+            top = fmaxf(top, __ldcg(all_sums + split * step + row).x);
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, distance));
+        }
+        float total = 0.0f;
+        for (int split = lane; split < unit.splits; split += 32) {
+            const float2 sums = __ldcg(all_sums + split * step + row);
+            total = fmaf(partial_weight(sums.x, top), sums.y, total);
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) {
+            total += __shfl_xor_sync(kFullWarp, total, distance);
+        }
+        if (lane == 0) {
+            merge.top[row] = top;
+            merge.total[row] = total;
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * (kDim / 4); i += kWarps * 32) {
+        const int row = i / (kDim / 4);
+        const int column = i % (kDim / 4) * 4;
+        const float top = merge.top[row];
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+        for (int split = 0; split < unit.splits; ++split) {
+            const float m = __ldcg(all_sums + split * step + row).x;
+            const float4 x = __ldcg(reinterpret_cast<const float4*>(all_out + (split * step + row) * kDim + column));
+            add_scaled(sum, partial_weight(m, top), x);
+        }
+        write_output<T, kDim>(params, unit, kv_head, row, column, sum, merge.total[row]);
+    }
+}
+
+/// Counts this CTA's partial result in; true for the whole CTA if it is the last of the sequence's splits. The count returns to zero by itself.
+template <int kWarps>
+__device__ __forceinline__ bool arrive(const DecodeParams& params, const DecodeUnit& unit, int kv_head, DecodeMerge<kWarps>& merge) {
+    if (threadIdx.x == 0) {
+        const int64_t counter = static_cast<int64_t>(unit.first_slot) * params.kv.kv_heads + kv_head;
+        merge.last = atomicInc(params.arrivals + counter, unit.splits - 1) == static_cast<uint32_t>(unit.splits - 1);
+        __threadfence();
+    }
+    __syncthreads();
+    return merge.last != 0;
+}
+
+template <typename T, int kDim, int kWarps, int kStages>
+__device__ __forceinline__ void decode_attention(const DecodeParams& params) {
+    using Shape = DecodeShape<kDim, kWarps, kStages>;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    DecodeMerge<kWarps>& merge = *reinterpret_cast<DecodeMerge<kWarps>*>(shared + kWarps * Shape::kRingBytes);
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const uint32_t ring = shared_address(shared) + warp * Shape::kRingBytes;
+    const int kv_heads = params.kv.kv_heads;
+    const int units = *params.unit_count * kv_heads;
+
+    PieceStream<kDim, kWarps, kStages> stream(params, units, warp, lane);
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+        stream.issue(ring + stage * Shape::kStageBytes);
+    }
+
+    int stage = 0;
+    for (int i = blockIdx.x; i < units; i += gridDim.x) {
+        const DecodeUnit unit = params.units[i / kv_heads];
+        const int kv_head = i % kv_heads;
+        const int first_piece = unit.first_token + warp * kPieceTokens;
+        const int q_len = params.queries.starts[unit.sequence + 1] - params.queries.starts[unit.sequence];
+        const int rows = min(kUnitRows, q_len * params.kv.group - unit.first_row);
+        const bool has_piece = first_piece < unit.end_token;
+
+        if (has_piece) {
+            DecodeRows<T, kDim> state;
+            state.open(params, unit, kv_head, lane);
+            for (int token = first_piece; token < unit.end_token; token += kWarps * kPieceTokens) {
+                wait_copies<kStages - 1>();
+                __syncwarp();
+                state.attend(ring + stage * Shape::kStageBytes, Shape::kTileBytes, token, params.queries.scale_log2, lane);
+                __syncwarp();
+                // The last piece's stage is not refilled yet: the warp leaves its sums there.
+                if (token + kWarps * kPieceTokens < unit.end_token) {
+                    stream.issue(ring + stage * Shape::kStageBytes);
+                    stage = stage + 1 == kStages ? 0 : stage + 1;
+                }
+            }
+            uint8_t* left = shared + warp * Shape::kRingBytes + stage * Shape::kStageBytes;
+            state.leave(reinterpret_cast<float*>(left), merge.m[warp], merge.l[warp], rows, lane);
+            if (lane == 0) {
+                merge.stage[warp] = stage;
+            }
+        }
+        __syncthreads();
+        merge_warps<T, kDim, kWarps, kStages>(params, unit, kv_head, rows, shared, merge);
+        // Makes the partial result visible to the CTA that merges; the barrier orders it before the count, and the stages' last reads before
+        // their next copies.
+        __threadfence();
+        __syncthreads();
+        if (has_piece) {
+            stream.issue(ring + stage * Shape::kStageBytes);
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+        }
+        if (unit.splits > 1 && arrive(params, unit, kv_head, merge)) {
+            merge_splits<T, kDim, kWarps>(params, unit, kv_head, rows, merge);
+        }
+    }
+}
+
+/// Lists the units of a step: whole splits first and rests after them, so that the last CTAs to finish are the short ones.
+__device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
+    constexpr int kThreads = 1024;
+    struct Scan {
+        int whole[32];
+        int rest[32];
+    };
+    __shared__ Scan warps;
+    __shared__ int whole_before[kThreads];
+    __shared__ int rest_before[kThreads];
+    __shared__ int chunk_whole;
+    __shared__ int chunk_rest;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+
+    // The rests begin where the whole splits of all sequences end: count those first.
+    int all_whole = 0;
+    for (int s = threadIdx.x; s < params.sequences; s += kThreads) {
+        const int rows = (params.starts[s + 1] - params.starts[s]) * params.group;
+        all_whole += (rows + kUnitRows - 1) / kUnitRows * (params.contexts[s] / params.split_tokens);
+    }
+    all_whole = __reduce_add_sync(kFullWarp, all_whole);
+    if (lane == 0) {
+        warps.whole[warp] = all_whole;
+    }
+    __syncthreads();
+    all_whole = __reduce_add_sync(kFullWarp, warps.whole[lane]);
+    __syncthreads();
+
+    int whole_total = 0;
+    int rest_total = 0;
+    for (int chunk = 0; chunk < params.sequences; chunk += kThreads) {
+        const int s = chunk + threadIdx.x;
+        const bool real = s < params.sequences;
+        const int context = real ? params.contexts[s] : 0;
+        const int rows = real ? (params.starts[s + 1] - params.starts[s]) * params.group : 0;
+        const int tiles = (rows + kUnitRows - 1) / kUnitRows;
+        int whole = tiles * (context / params.split_tokens);
+        int rest = context % params.split_tokens == 0 ? 0 : tiles;
+        const int own_whole = whole;
+        const int own_rest = rest;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int w = __shfl_up_sync(kFullWarp, whole, distance);
+            const int r = __shfl_up_sync(kFullWarp, rest, distance);
+            whole += lane >= distance ? w : 0;
+            rest += lane >= distance ? r : 0;
+        }
+        if (lane == 31) {
+            warps.whole[warp] = whole;
+            warps.rest[warp] = rest;
+        }
+        __syncthreads();
+        int whole_base = whole_total;
+        int rest_base = rest_total;
+        for (int w = 0; w < warp; ++w) {
+            whole_base += warps.whole[w];
+            rest_base += warps.rest[w];
+        }
+        whole_before[threadIdx.x] = whole_base + whole - own_whole;
+        rest_before[threadIdx.x] = rest_base + rest - own_rest;
+        if (threadIdx.x == kThreads - 1) {
+            chunk_whole = whole_base + whole;
+            chunk_rest = rest_base + rest;
+        }
+        __syncthreads();
+        whole_total = chunk_whole;
+        rest_total = chunk_rest;
+
+        // A warp per sequence: a thread per sequence would let one long context hold up the others.
+        for (int of = warp; of < min(kThreads, params.sequences - chunk); of += kThreads / 32) {
+            const int sequence = chunk + of;
+            const int tokens = params.contexts[sequence];
+            const int packed = (params.starts[sequence + 1] - params.starts[sequence]) * params.group;
+            const int row_tiles = (packed + kUnitRows - 1) / kUnitRows;
+            const int whole_splits = tokens / params.split_tokens;
+            const int splits = whole_splits + (tokens % params.split_tokens != 0);
+            const int slots = whole_before[of] + rest_before[of];
+            for (int i = lane; i < row_tiles * splits; i += 32) {
+                const int tile = i / splits;
+                const int split = i % splits;
+                const int at = split < whole_splits ? whole_before[of] + tile * whole_splits + split : all_whole + rest_before[of] + tile;
+                if (at >= params.max_units) {
+                    __trap();
+                }
+                const int first = split * params.split_tokens;
+                params.units[at] = DecodeUnit{sequence,  first,  min(first + params.split_tokens, tokens), tile * kUnitRows, slots + i, slots + tile * splits,
+                                              splits, tokens};
+            }
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        *params.unit_count = whole_total + rest_total;
+    }
+}
+
+}  // namespace pagedd

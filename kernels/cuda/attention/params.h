@@ -1,0 +1,93 @@
+// Launch parameters of the paged attention kernels: plain data, passed by value, mirrored by `#[repr(C)]` structs on the Rust side.
+//
+// Words: a *sequence* has `context` tokens in the cache, of which the last `q_len` are this step's queries (their K and V are already
+// written). A *packed row* is one query head of one query token: with `group` query heads per KV head, row r of a sequence and KV head is
+// query token r / group, query head kv_head * group + r % group. Packing fills the 16 rows of a tensor-core tile with heads that read
+// the same keys.
+#pragma once
+#include <cstdint>
+
+namespace pagedd {
+
+/// Packed rows of one decode unit: the M of mma.m16n8k16.
+constexpr int kUnitRows = 16;
+
+/// K and V of one layer, read through block tables.
+/// Token t of a sequence lies in block `table[t >> log2_block]`; within a layer of a block: [kv, kv_head, token, head_dim], 2-byte elements.
+struct PagedKv {
+    const uint8_t* layer;    // arena base + layer * layer_stride; 16-byte aligned
+    int64_t block_stride;    // bytes from one block to the next; a multiple of 16
+    const int32_t* tables;   // [sequences, table_stride] block numbers; entries past the context are never used
+    int32_t table_stride;    // entries of one sequence's row
+    int32_t log2_block;      // a block holds 1 << log2_block tokens, 4..=9
+    int32_t kv_heads;
+    int32_t group;           // query heads per KV head, 1..=16
+};
+
+/// Queries and outputs: [tokens, heads, head_dim], the heads of a token together. Sequence s owns tokens [starts[s], starts[s + 1]).
+struct Queries {
+    const void* q;           // 16-byte aligned
+    void* out;               // 16-byte aligned; rows of sequences without work are not touched
+    int64_t q_stride;        // elements from one token to the next; a multiple of 8
+    int64_t out_stride;
+    const int32_t* starts;   // [sequences + 1]
+    const int32_t* contexts; // [sequences], each 0 (a padded row: no work) or >= its q_len
+    float scale_log2;        // softmax scale * log2(e)
+    int32_t reserved;
+};
+
+/// One piece of decode work, for every KV head: 16 packed rows of a sequence against the tokens [first_token, end_token) of one split.
+/// The partial results of a sequence's splits lie at slots [first_slot, first_slot + splits), in the order of their positions.
+struct alignas(16) DecodeUnit {
+    int32_t sequence;
+    int32_t first_token;
+    int32_t end_token;
+    int32_t first_row;
+    int32_t slot;
+    int32_t first_slot;
+    int32_t splits;
+    int32_t context;
+};
+
+/// `pagedd_attention_decode_plan`: one CTA of 1,024 threads, once per step; its units serve all layers.
+struct DecodePlanParams {
+    const int32_t* starts;   // [sequences + 1]
+    const int32_t* contexts; // [sequences]
+    DecodeUnit* units;       // [max_units]
+    int32_t* unit_count;     // [1]
+    int32_t sequences;
+    int32_t max_units;       // sum over sequences of ceil(q_len * group / 16) * ceil(context / split_tokens) must fit: else the kernel traps
+    int32_t split_tokens;
+    int32_t group;
+};
+
+/// `pagedd_attention_decode_*`: a persistent grid of any size; CTA c takes units c, c + grid, ... of unit_count * kv_heads.
+struct DecodeParams {
+    PagedKv kv;
+    Queries queries;
+    const DecodeUnit* units;
+    const int32_t* unit_count;
+    float* partial_out;      // [slots, kv_heads, rows_per_unit, head_dim], sums that are not yet divided
+    float* partial_sums;     // [slots, kv_heads, rows_per_unit, 2]: maximum (log2 units), sum of weights
+    uint32_t* arrivals;      // [slots, kv_heads], zero before the first launch; every launch leaves zeros
+    int32_t rows_per_unit;   // min(16, group * largest q_len)
+    int32_t reserved;
+};
+
+/// Work of one prefill CTA, for every KV head: the packed rows [first_row, first_row + tile rows) of a sequence.
+struct PrefillUnit {
+    int32_t sequence;
+    int32_t first_row;
+};
+
+/// `pagedd_attention_prefill_*`: grid = units * kv_heads. The host lists the units that see most tokens first, so that the last CTAs are short.
+struct PrefillParams {
+    PagedKv kv;
+    Queries queries;
+    const PrefillUnit* units;
+};
+
+static_assert(sizeof(PagedKv) == 40 && sizeof(Queries) == 56 && sizeof(DecodeUnit) == 32, "mirrored in Rust");
+static_assert(sizeof(DecodePlanParams) == 48 && sizeof(DecodeParams) == 144 && sizeof(PrefillParams) == 104, "mirrored in Rust");
+
+}  // namespace pagedd

@@ -1,0 +1,145 @@
+// The kernels under test, and instances of the same bodies with other tile sizes for the benchmarks.
+#include "../attention/decode.cuh"
+#include "../attention/prefill.cuh"
+#include "../attention/prefill_hopper.cuh"
+#include "support.h"
+
+#define DECODE_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_decode_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params);
+#define PREFILL_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_prefill_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params);
+#define PREFILL_SM90_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_prefill_sm90_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params);
+#define ENTRIES(name)                                                                                                       \
+    DECODE_ENTRY(name, 64) DECODE_ENTRY(name, 80) DECODE_ENTRY(name, 96) DECODE_ENTRY(name, 128) DECODE_ENTRY(name, 256)    \
+    PREFILL_ENTRY(name, 64) PREFILL_ENTRY(name, 80) PREFILL_ENTRY(name, 96) PREFILL_ENTRY(name, 128) PREFILL_ENTRY(name, 256) \
+    PREFILL_SM90_ENTRY(name, 64) PREFILL_SM90_ENTRY(name, 128) PREFILL_SM90_ENTRY(name, 256)
+ENTRIES(bf16)
+ENTRIES(f16)
+extern "C" __global__ void pagedd_attention_decode_plan(const __grid_constant__ pagedd::DecodePlanParams params);
+
+namespace harness {
+namespace {
+
+using pagedd::Bf16;
+
+template <int kDim, int kWarps, int kStages>
+__global__ void __launch_bounds__(kWarps * 32) decode_variant(const __grid_constant__ pagedd::DecodeParams params) {
+    pagedd::decode_attention<Bf16, kDim, kWarps, kStages>(params);
+}
+
+template <class Shape, int kCtas>
+__global__ void __launch_bounds__(Shape::kThreads, kCtas) prefill_variant(const __grid_constant__ pagedd::PrefillParams params) {
+    pagedd::prefill_attention<Bf16, Shape>(params);
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1) prefill_hopper_variant(const __grid_constant__ pagedd::PrefillParams params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    pagedd::prefill_attention_hopper<Bf16, Shape>(params);
+#else
+    __trap();
+#endif
+}
+
+bool has_hopper() {
+    int major = 0;
+    CUDA_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    return major == 9;
+}
+
+template <int kDim, int kWarps, int kStages>
+Kernel decode(const char* name, const void* kernel, Dtype dtype) {
+    using Shape = pagedd::DecodeShape<kDim, kWarps, kStages>;
+    return Kernel{name, kernel, dtype, kDim, Shape::kThreads, Shape::kSharedBytes, pagedd::kUnitRows};
+}
+
+template <class Shape>
+Kernel prefill(const char* name, const void* kernel, Dtype dtype) {
+    return Kernel{name, kernel, dtype, Shape::kDim, Shape::kThreads, Shape::kSharedBytes, Shape::kRows};
+}
+
+const void* address(void (*kernel)(pagedd::DecodeParams)) { return reinterpret_cast<const void*>(kernel); }
+const void* address(void (*kernel)(pagedd::PrefillParams)) { return reinterpret_cast<const void*>(kernel); }
+
+}  // namespace
+
+// The same tile sizes as in attention_decode.cu and attention_prefill.cu.
+#define DECODE(name, dtype, dim, warps, stages) \
+    decode<dim, warps, stages>("decode_" #name "_d" #dim, address(pagedd_attention_decode_##name##_d##dim), dtype)
+#define PREFILL(name, dtype, dim, warps, row_tiles, keys, slots)                                                         \
+    prefill<pagedd::PrefillShape<dim, warps, row_tiles, keys, slots>>("prefill_" #name "_d" #dim,                        \
+                                                                      address(pagedd_attention_prefill_##name##_d##dim), dtype)
+
+const std::vector<Kernel>& decode_kernels() {
+    static const std::vector<Kernel> kernels = {
+        DECODE(bf16, Dtype::kBf16, 64, 4, 6), DECODE(bf16, Dtype::kBf16, 80, 4, 4),  DECODE(bf16, Dtype::kBf16, 96, 4, 3),
+        DECODE(bf16, Dtype::kBf16, 128, 4, 3), DECODE(bf16, Dtype::kBf16, 256, 2, 3), DECODE(f16, Dtype::kF16, 64, 4, 6),
+        DECODE(f16, Dtype::kF16, 80, 4, 4),    DECODE(f16, Dtype::kF16, 96, 4, 3),    DECODE(f16, Dtype::kF16, 128, 4, 3),
+        DECODE(f16, Dtype::kF16, 256, 2, 3),
+    };
+    return kernels;
+}
+
+const std::vector<Kernel>& prefill_kernels() {
+    static const std::vector<Kernel> kernels = {
+        PREFILL(bf16, Dtype::kBf16, 64, 4, 2, 64, 3),  PREFILL(bf16, Dtype::kBf16, 80, 4, 2, 64, 3), PREFILL(bf16, Dtype::kBf16, 96, 4, 2, 64, 3),
+        PREFILL(bf16, Dtype::kBf16, 128, 4, 2, 64, 3), PREFILL(bf16, Dtype::kBf16, 256, 4, 1, 32, 3), PREFILL(f16, Dtype::kF16, 64, 4, 2, 64, 3),
+        PREFILL(f16, Dtype::kF16, 80, 4, 2, 64, 3),    PREFILL(f16, Dtype::kF16, 96, 4, 2, 64, 3),   PREFILL(f16, Dtype::kF16, 128, 4, 2, 64, 3),
+        PREFILL(f16, Dtype::kF16, 256, 4, 1, 32, 3),
+    };
+    return kernels;
+}
+
+#define PREFILL_SM90(name, dtype, dim, groups, keys, stages)                                                                 \
+    prefill<pagedd::HopperShape<dim, groups, keys, stages>>("prefill_sm90_" #name "_d" #dim,                                \
+                                                            address(pagedd_attention_prefill_sm90_##name##_d##dim), dtype)
+
+const std::vector<Kernel>& prefill_hopper_kernels() {
+    static const std::vector<Kernel> kernels = {
+        PREFILL_SM90(bf16, Dtype::kBf16, 64, 2, 128, 2), PREFILL_SM90(bf16, Dtype::kBf16, 128, 2, 128, 2), PREFILL_SM90(bf16, Dtype::kBf16, 256, 2, 64, 2),
+        PREFILL_SM90(f16, Dtype::kF16, 64, 2, 128, 2),   PREFILL_SM90(f16, Dtype::kF16, 128, 2, 128, 2),   PREFILL_SM90(f16, Dtype::kF16, 256, 2, 64, 2),
+    };
+    static const std::vector<Kernel> none;
+    return has_hopper() ? kernels : none;
+}
+
+#define DECODE_VARIANT(warps, stages) decode<128, warps, stages>("w" #warps " s" #stages, address(decode_variant<128, warps, stages>), Dtype::kBf16)
+#define PREFILL_VARIANT(warps, row_tiles, keys, slots, ctas)                    \
+    prefill<pagedd::PrefillShape<128, warps, row_tiles, keys, slots>>(          \
+        "w" #warps " r" #row_tiles " k" #keys " s" #slots " c" #ctas,           \
+        address(prefill_variant<pagedd::PrefillShape<128, warps, row_tiles, keys, slots>, ctas>), Dtype::kBf16)
+
+const std::vector<Kernel>& decode_variants() {
+    static const std::vector<Kernel> kernels = {DECODE_VARIANT(4, 3), DECODE_VARIANT(4, 2), DECODE_VARIANT(4, 6), DECODE_VARIANT(8, 3),
+                                                DECODE_VARIANT(8, 2), DECODE_VARIANT(2, 6)};
+    return kernels;
+}
+
+const std::vector<Kernel>& prefill_variants() {
+    static const std::vector<Kernel> kernels = {
+        PREFILL_VARIANT(4, 2, 64, 3, 2), PREFILL_VARIANT(4, 2, 64, 2, 2), PREFILL_VARIANT(4, 2, 64, 4, 2), PREFILL_VARIANT(4, 2, 32, 3, 2),
+        PREFILL_VARIANT(8, 2, 64, 3, 1), PREFILL_VARIANT(8, 1, 64, 3, 2), PREFILL_VARIANT(4, 1, 64, 3, 3), PREFILL_VARIANT(4, 1, 128, 2, 2),
+    };
+    return kernels;
+}
+
+#define HOPPER_VARIANT(groups, keys, stages)                                   \
+    prefill<pagedd::HopperShape<128, groups, keys, stages>>(                   \
+        "sm90 g" #groups " k" #keys " s" #stages,                              \
+        address(prefill_hopper_variant<pagedd::HopperShape<128, groups, keys, stages>>), Dtype::kBf16)
+
+const std::vector<Kernel>& prefill_hopper_variants() {
+    static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2), HOPPER_VARIANT(2, 64, 4), HOPPER_VARIANT(3, 64, 3)};
+    static const std::vector<Kernel> none;
+    return has_hopper() ? kernels : none;
+}
+
+const void* decode_plan_kernel() { return reinterpret_cast<const void*>(pagedd_attention_decode_plan); }
+
+uint16_t to_bits(Dtype dtype, float x) {
+    return dtype == Dtype::kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));
+}
+
+float from_bits(Dtype dtype, uint16_t bits) {
+    return dtype == Dtype::kBf16 ? __bfloat162float(__ushort_as_bfloat16(bits)) : __half2float(__ushort_as_half(bits));
+}
+
+}  // namespace harness

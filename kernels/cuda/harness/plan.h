@@ -1,0 +1,73 @@
+// Work lists on the host, and the device memory of one decode launch.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "support.h"
+
+namespace harness {
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+/// The largest number of units that the plan of these rows can have.
+inline int decode_units(const std::vector<int32_t>& starts, const std::vector<int32_t>& contexts, int group, int split_tokens) {
+    int units = 0;
+    for (size_t s = 0; s < contexts.size(); ++s) {
+        units += ceil_div((starts[s + 1] - starts[s]) * group, pagedd::kUnitRows) * ceil_div(contexts[s], split_tokens);
+    }
+    return units;
+}
+
+/// The units of a prefill launch, those that see most tokens first.
+inline std::vector<pagedd::PrefillUnit> prefill_units(const std::vector<int32_t>& starts, const std::vector<int32_t>& contexts, int group, int tile_rows) {
+    struct Sized {
+        pagedd::PrefillUnit unit;
+        int keys;
+    };
+    std::vector<Sized> sized;
+    for (size_t s = 0; s < contexts.size(); ++s) {
+        const int q_len = starts[s + 1] - starts[s];
+        for (int row = 0; contexts[s] > 0 && row < q_len * group; row += tile_rows) {
+            const int last = std::min(row + tile_rows, q_len * group) - 1;
+            sized.push_back({{static_cast<int32_t>(s), row}, contexts[s] - q_len + last / group + 1});
+        }
+    }
+    std::stable_sort(sized.begin(), sized.end(), [](const Sized& a, const Sized& b) { return a.keys > b.keys; });
+    std::vector<pagedd::PrefillUnit> units;
+    for (const Sized& s : sized) {
+        units.push_back(s.unit);
+    }
+    return units;
+}
+
+/// Plan, partial results and counters of a decode launch. Partial results begin as NaN, so that one that is read before it was written shows.
+struct DecodeMemory {
+    Device<pagedd::DecodeUnit> units;
+    Device<int32_t> unit_count;
+    Device<float> partial_out;
+    Device<float> partial_sums;
+    Device<uint32_t> arrivals;
+    int rows_per_unit;
+
+    DecodeMemory(int max_units, int kv_heads, int rows, int dim)
+        : units(max_units),
+          unit_count(1),
+          partial_out(static_cast<size_t>(max_units) * kv_heads * rows * dim),
+          partial_sums(static_cast<size_t>(max_units) * kv_heads * rows * 2),
+          arrivals(static_cast<size_t>(max_units) * kv_heads),
+          rows_per_unit(rows) {
+        partial_out.fill(0xff);
+        partial_sums.fill(0xff);
+        arrivals.fill(0);
+    }
+
+    pagedd::DecodePlanParams plan(const int32_t* starts, const int32_t* contexts, int sequences, int split_tokens, int group) const {
+        return {starts, contexts, units.get(), unit_count.get(), sequences, static_cast<int32_t>(units.count()), split_tokens, group};
+    }
+
+    pagedd::DecodeParams params(const pagedd::PagedKv& kv, const pagedd::Queries& queries) const {
+        return {kv, queries, units.get(), unit_count.get(), partial_out.get(), partial_sums.get(), arrivals.get(), rows_per_unit, 0};
+    }
+};
+
+}  // namespace harness
