@@ -1,19 +1,19 @@
 // Paged decode attention: entry points `pagedd_attention_decode_{bf16,f16}_d{64,80,96,128,256}` and `pagedd_attention_decode_plan`.
 #include "attention/decode.cuh"
 
-// Warps and ring stages of a CTA: rings of at most 96 KiB, so that one CTA fits an SM of sm_89, and two fit one of sm_90.
+// Warps and ring stages of a CTA: rings of about 64 KiB, so that three CTAs fit an SM of sm_90, two one of sm_80 and one one of sm_89.
 #define PAGEDD_DECODE(name, type, dim, warps, stages)                                                                             \
-    extern "C" __global__ void __launch_bounds__(warps * 32)                                                                      \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 3)                                                                   \
         pagedd_attention_decode_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params) {                            \
         pagedd::decode_attention<pagedd::type, dim, warps, stages>(params);                                                       \
     }
 
 #define PAGEDD_DECODE_DIMS(name, type)    \
-    PAGEDD_DECODE(name, type, 64, 4, 6)   \
-    PAGEDD_DECODE(name, type, 80, 4, 4)   \
-    PAGEDD_DECODE(name, type, 96, 4, 3)   \
-    PAGEDD_DECODE(name, type, 128, 4, 3)  \
-    PAGEDD_DECODE(name, type, 256, 2, 3)
+    PAGEDD_DECODE(name, type, 64, 4, 4)   \
+    PAGEDD_DECODE(name, type, 80, 4, 3)   \
+    PAGEDD_DECODE(name, type, 96, 4, 2)   \
+    PAGEDD_DECODE(name, type, 128, 4, 2)  \
+    PAGEDD_DECODE(name, type, 256, 2, 2)
 
 PAGEDD_DECODE_DIMS(bf16, Bf16)
 PAGEDD_DECODE_DIMS(f16, F16)

@@ -12,7 +12,7 @@
 #define PAGEDD_PREFILL_SM90(name, type, dim, groups, keys, stages)                                                                             \
     extern "C" __global__ void __launch_bounds__((groups + 1) * 128, 1)                                                                        \
         pagedd_attention_prefill_sm90_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params) {                                  \
-        PAGEDD_ON_SM90(pagedd::prefill_attention_hopper<pagedd::type, pagedd::HopperShape<dim, groups, keys, stages>>(params));                \
+        PAGEDD_ON_SM90(pagedd::prefill_attention_hopper<pagedd::type, pagedd::HopperShape<dim, groups, keys, stages, true>>(params));                \
     }
 
 #define PAGEDD_PREFILL_SM90_DIMS(name, type)      \

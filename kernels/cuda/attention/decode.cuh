@@ -18,8 +18,16 @@ struct DecodeMerge {
     int stage[kWarps];  // the ring stage in which a warp left its sums
     float top[kUnitRows];
     float total[kUnitRows];
-    int last;
+    int last;  // the unit that was counted in last time completed its sequence
 };
+
+/// Where a warp's sums of a row lie in the stage where it leaves them: columns in groups of eight, permuted so that the rows of a store fall into
+/// different banks.
+template <int kDim>
+__device__ __forceinline__ int left_column(int row, int column) {
+    const int mix = kDim % 32 == 0 ? row & 3 : row >> 1 & 1;
+    return column ^ (mix * 8);
+}
 
 template <int kDim, int kWarps, int kStages>
 struct DecodeShape {
@@ -38,9 +46,11 @@ class PieceStream {
     using Shape = DecodeShape<kDim, kWarps, kStages>;
 
   public:
-    __device__ __forceinline__ PieceStream(const DecodeParams& params, int units, int warp, int lane)
-        : params_(params), units_(units), warp_(warp), lane_(lane) {
-        open(blockIdx.x);
+    __device__ __forceinline__ PieceStream(const DecodeParams& params, int units, const DecodeUnit& first, int warp, int lane)
+        : params_(params), units_(units), warp_(warp), lane_(lane), unit_(blockIdx.x) {
+        if (unit_ < units_ && !take(first)) {
+            open(unit_ + gridDim.x);
+        }
     }
 
     /// Starts the copies of the next piece into a stage. Past the last unit the copy group is empty, so that groups can be counted.
@@ -64,21 +74,26 @@ class PieceStream {
   private:
     /// Goes to the first unit from `unit` on, in steps of the grid, of which this warp has a piece.
     __device__ __forceinline__ void open(int unit) {
-        const PagedKv& kv = params_.kv;
-        for (unit_ = unit; unit_ < units_; unit_ += gridDim.x) {
-            const DecodeUnit& work = params_.units[unit_ / kv.kv_heads];
-            token_ = work.first_token + warp_ * kPieceTokens;
-            end_ = work.end_token;
-            if (token_ < end_) {
-                // A split is at most 32 blocks, so that each lane keeps one entry of the block table.
-                first_block_ = work.first_token >> kv.log2_block;
-                const int entry = first_block_ + lane_;
-                const bool inside = entry <= (end_ - 1) >> kv.log2_block;
-                block_ = inside ? kv.tables[static_cast<int64_t>(work.sequence) * kv.table_stride + entry] : 0;
-                head_ = kv.layer + (static_cast<int64_t>(unit_ % kv.kv_heads) << kv.log2_block) * (kDim * 2);
-                return;
-            }
+        for (unit_ = unit; unit_ < units_ && !take(params_.units[unit_ / params_.kv.kv_heads]);) {
+            unit_ += gridDim.x;
         }
+    }
+
+    /// Makes the unit's first piece of this warp the next one; false if it has none.
+    __device__ __forceinline__ bool take(const DecodeUnit& work) {
+        const PagedKv& kv = params_.kv;
+        token_ = work.first_token + warp_ * kPieceTokens;
+        end_ = work.first_token + work.tokens;
+        if (token_ >= end_) {
+            return false;
+        }
+        // A split is at most 32 blocks, so that each lane keeps one entry of the block table.
+        first_block_ = work.first_token >> kv.log2_block;
+        const int entry = first_block_ + lane_;
+        const bool inside = entry <= (end_ - 1) >> kv.log2_block;
+        block_ = inside ? kv.tables[static_cast<int64_t>(work.sequence) * kv.table_stride + entry] : 0;
+        head_ = kv.layer + (static_cast<int64_t>(unit_ % kv.kv_heads) << kv.log2_block) * (kDim * 2);
+        return true;
     }
 
     const DecodeParams& params_;
@@ -103,29 +118,30 @@ struct DecodeRows {
     int limits[2];     // tokens that the two rows see
     int lowest_limit;  // of all rows of the unit
 
-    __device__ __forceinline__ void open(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int lane) {
+    /// Starts to load the unit's queries.
+    __device__ __forceinline__ void load(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int lane) {
         const Queries& queries = params.queries;
         const int group = params.kv.group;
-        const int start = queries.starts[unit.sequence];
-        const int q_len = queries.starts[unit.sequence + 1] - start;
-        const int past = unit.context - q_len;
-        lowest_limit = past + unit.first_row / group + 1;
+        lowest_limit = unit.past + unit.first_row / group + 1;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = unit.first_row + lane / 4 + half * 8;
-            const bool real = row < q_len * group;
-            const int token = row / group;
-            limits[half] = past + token + 1;
-            const T* from = static_cast<const T*>(queries.q) + (start + (real ? token : 0)) * queries.q_stride +
-                            (kv_head * group + row % group) * kDim + lane % 4 * 2;
+            const int row = lane / 4 + half * 8;
+            const bool real = row < unit.rows;
+            const int packed = unit.first_row + row;
+            limits[half] = unit.past + packed / group + 1;
+            const T* from = static_cast<const T*>(queries.q) + (unit.first_query + (real ? packed / group : 0)) * queries.q_stride +
+                            (kv_head * group + packed % group) * kDim + lane % 4 * 2;
 #pragma unroll
             for (int k = 0; k < kDim / 16; ++k) {
                 q[k][half] = real ? *reinterpret_cast<const uint32_t*>(from + k * 16) : 0;
                 q[k][half + 2] = real ? *reinterpret_cast<const uint32_t*>(from + k * 16 + 8) : 0;
             }
-            m[half] = -INFINITY;
-            l[half] = 0.0f;
         }
+    }
+
+    __device__ __forceinline__ void reset() {
+        m[0] = m[1] = -INFINITY;
+        l[0] = l[1] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
 #pragma unroll
@@ -180,7 +196,7 @@ struct DecodeRows {
             if (row < rows) {
 #pragma unroll
                 for (int n = 0; n < kDim / 8; ++n) {
-                    *reinterpret_cast<float2*>(to + row * kDim + n * 8 + lane % 4 * 2) =
+                    *reinterpret_cast<float2*>(to + row * kDim + left_column<kDim>(row, n * 8) + lane % 4 * 2) =
                         make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
                 }
                 if (lane % 4 == 0) {
@@ -206,7 +222,7 @@ __device__ __forceinline__ void write_output(const DecodeParams& params, const D
     const Queries& queries = params.queries;
     const int packed = unit.first_row + row;
     const int group = params.kv.group;
-    const int64_t token = queries.starts[unit.sequence] + packed / group;
+    const int64_t token = unit.first_query + packed / group;
     T* to = static_cast<T*>(queries.out) + token * queries.out_stride + (kv_head * group + packed % group) * kDim + column;
     const float scale = 1.0f / total;
     *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(sum.x * scale, sum.y * scale), pack<T>(sum.z * scale, sum.w * scale));
@@ -214,13 +230,13 @@ __device__ __forceinline__ void write_output(const DecodeParams& params, const D
 
 /// Merges the warps' sums of a unit in warp order: into the output if the sequence has one split, else into its slot.
 template <typename T, int kDim, int kWarps, int kStages>
-__device__ __forceinline__ void merge_warps(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int rows, const uint8_t* shared,
+__device__ __forceinline__ void merge_warps(const DecodeParams& params, const DecodeUnit& unit, int kv_head, const uint8_t* shared,
                                             const DecodeMerge<kWarps>& merge) {
     using Shape = DecodeShape<kDim, kWarps, kStages>;
-    const int pieces = (unit.end_token - unit.first_token + kPieceTokens - 1) / kPieceTokens;
-    const int warps = min(kWarps, pieces);
-    const int64_t slot = (static_cast<int64_t>(unit.slot) * params.kv.kv_heads + kv_head) * params.rows_per_unit;
-    for (int i = threadIdx.x; i < rows * (kDim / 4); i += Shape::kThreads) {
+    const int warps = min(kWarps, (unit.tokens + kPieceTokens - 1) / kPieceTokens);
+    const int64_t slot = unit.first_slot + (unit.first_token >> params.log2_split);
+    const int64_t first = (slot * params.kv.kv_heads + kv_head) * params.rows_per_unit;
+    for (int i = threadIdx.x; i < unit.rows * (kDim / 4); i += Shape::kThreads) {
         const int row = i / (kDim / 4);
         const int column = i % (kDim / 4) * 4;
         float top = -INFINITY;
@@ -232,15 +248,15 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& params, const De
         for (int w = 0; w < warps; ++w) {
             const float weight = partial_weight(merge.m[w][row], top);
             const uint8_t* left = shared + w * Shape::kRingBytes + merge.stage[w] * Shape::kStageBytes;
-            add_scaled(sum, weight, *reinterpret_cast<const float4*>(left + (row * kDim + column) * 4));
+            add_scaled(sum, weight, *reinterpret_cast<const float4*>(left + (row * kDim + left_column<kDim>(row, column)) * 4));
             total = fmaf(weight, merge.l[w][row], total);
         }
         if (unit.splits == 1) {
             write_output<T, kDim>(params, unit, kv_head, row, column, sum, total);
         } else {
-            *reinterpret_cast<float4*>(params.partial_out + (slot + row) * kDim + column) = sum;
+            *reinterpret_cast<float4*>(params.partial_out + (first + row) * kDim + column) = sum;
             if (column == 0) {
-                *reinterpret_cast<float2*>(params.partial_sums + (slot + row) * 2) = make_float2(top, total);
+                *reinterpret_cast<float2*>(params.partial_sums + (first + row) * 2) = make_float2(top, total);
             }
         }
     }
@@ -248,14 +264,14 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& params, const De
 
 /// Merges all splits of the unit's rows in the order of their positions and writes the output. All partial results have arrived.
 template <typename T, int kDim, int kWarps>
-__device__ __forceinline__ void merge_splits(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int rows, DecodeMerge<kWarps>& merge) {
+__device__ __forceinline__ void merge_splits(const DecodeParams& params, const DecodeUnit& unit, int kv_head, DecodeMerge<kWarps>& merge) {
     const int64_t step = static_cast<int64_t>(params.kv.kv_heads) * params.rows_per_unit;
     const int64_t first = static_cast<int64_t>(unit.first_slot) * step + static_cast<int64_t>(kv_head) * params.rows_per_unit;
     const float2* all_sums = reinterpret_cast<const float2*>(params.partial_sums) + first;
     const float* all_out = params.partial_out + first * kDim;
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    for (int row = warp; row < rows; row += kWarps) {
+    for (int row = warp; row < unit.rows; row += kWarps) {
         float top = -INFINITY;
         for (int split = lane; split < unit.splits; split += 32) {
             top = fmaxf(top, __ldcg(all_sums + split * step + row).x);
@@ -279,7 +295,7 @@ __device__ __forceinline__ void merge_splits(const DecodeParams& params, const D
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * (kDim / 4); i += kWarps * 32) {
+    for (int i = threadIdx.x; i < unit.rows * (kDim / 4); i += kWarps * 32) {
         const int row = i / (kDim / 4);
         const int column = i % (kDim / 4) * 4;
         const float top = merge.top[row];
@@ -294,16 +310,11 @@ __device__ __forceinline__ void merge_splits(const DecodeParams& params, const D
     }
 }
 
-/// Counts this CTA's partial result in; true for the whole CTA if it is the last of the sequence's splits. The count returns to zero by itself.
-template <int kWarps>
-__device__ __forceinline__ bool arrive(const DecodeParams& params, const DecodeUnit& unit, int kv_head, DecodeMerge<kWarps>& merge) {
-    if (threadIdx.x == 0) {
-        const int64_t counter = static_cast<int64_t>(unit.first_slot) * params.kv.kv_heads + kv_head;
-        merge.last = atomicInc(params.arrivals + counter, unit.splits - 1) == static_cast<uint32_t>(unit.splits - 1);
-        __threadfence();
-    }
-    __syncthreads();
-    return merge.last != 0;
+/// Counts the CTA's partial result in, after a barrier that all its threads passed when they had written it. Returns the count before: the caller
+/// looks at it late, so that nobody waits for it. The count returns to zero by itself.
+__device__ __forceinline__ uint32_t arrive(const DecodeParams& params, const DecodeUnit& unit, int kv_head) {
+    __threadfence();
+    return atomicInc(params.arrivals + static_cast<int64_t>(unit.first_slot) * params.kv.kv_heads + kv_head, unit.splits - 1);
 }
 
 template <typename T, int kDim, int kWarps, int kStages>
@@ -315,57 +326,84 @@ __device__ __forceinline__ void decode_attention(const DecodeParams& params) {
     const int lane = threadIdx.x % 32;
     const uint32_t ring = shared_address(shared) + warp * Shape::kRingBytes;
     const int kv_heads = params.kv.kv_heads;
+    // The first unit is loaded beside the count that says whether it exists.
+    DecodeUnit unit = params.units[min(static_cast<int>(blockIdx.x) / kv_heads, params.max_units - 1)];
     const int units = *params.unit_count * kv_heads;
+    int index = blockIdx.x;
+    if (index >= units) {
+        return;
+    }
 
-    PieceStream<kDim, kWarps, kStages> stream(params, units, warp, lane);
+    DecodeRows<T, kDim> state;
+    state.load(params, unit, index % kv_heads, lane);
+    PieceStream<kDim, kWarps, kStages> stream(params, units, unit, warp, lane);
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
         stream.issue(ring + stage * Shape::kStageBytes);
     }
 
     int stage = 0;
-    for (int i = blockIdx.x; i < units; i += gridDim.x) {
-        const DecodeUnit unit = params.units[i / kv_heads];
-        const int kv_head = i % kv_heads;
+    // The unit that was counted in last and its splits (1: nothing to merge), and what thread 0 found then.
+    int counted = 0;
+    uint32_t counted_splits = 1;
+    uint32_t arrived = 0;
+    // A barrier, and the merge of the counted unit's splits if this CTA was the last of them.
+    const auto settle = [&] {
+        if (counted_splits > 1 && threadIdx.x == 0) {
+            merge.last = arrived + 1 == counted_splits;
+            __threadfence();
+        }
+        __syncthreads();
+        if (counted_splits > 1 && merge.last != 0) {
+            merge_splits<T, kDim, kWarps>(params, params.units[counted / kv_heads], counted % kv_heads, merge);
+        }
+    };
+    while (index < units) {
+        const int end_token = unit.first_token + unit.tokens;
         const int first_piece = unit.first_token + warp * kPieceTokens;
-        const int q_len = params.queries.starts[unit.sequence + 1] - params.queries.starts[unit.sequence];
-        const int rows = min(kUnitRows, q_len * params.kv.group - unit.first_row);
-        const bool has_piece = first_piece < unit.end_token;
-
+        const bool has_piece = first_piece < end_token;
         if (has_piece) {
-            DecodeRows<T, kDim> state;
-            state.open(params, unit, kv_head, lane);
-            for (int token = first_piece; token < unit.end_token; token += kWarps * kPieceTokens) {
+            state.reset();
+            for (int token = first_piece; token < end_token; token += kWarps * kPieceTokens) {
                 wait_copies<kStages - 1>();
                 __syncwarp();
                 state.attend(ring + stage * Shape::kStageBytes, Shape::kTileBytes, token, params.queries.scale_log2, lane);
                 __syncwarp();
                 // The last piece's stage is not refilled yet: the warp leaves its sums there.
-                if (token + kWarps * kPieceTokens < unit.end_token) {
+                if (token + kWarps * kPieceTokens < end_token) {
                     stream.issue(ring + stage * Shape::kStageBytes);
                     stage = stage + 1 == kStages ? 0 : stage + 1;
                 }
             }
             uint8_t* left = shared + warp * Shape::kRingBytes + stage * Shape::kStageBytes;
-            state.leave(reinterpret_cast<float*>(left), merge.m[warp], merge.l[warp], rows, lane);
+            state.leave(reinterpret_cast<float*>(left), merge.m[warp], merge.l[warp], unit.rows, lane);
             if (lane == 0) {
                 merge.stage[warp] = stage;
             }
         }
-        __syncthreads();
-        merge_warps<T, kDim, kWarps, kStages>(params, unit, kv_head, rows, shared, merge);
-        // Makes the partial result visible to the CTA that merges; the barrier orders it before the count, and the stages' last reads before
-        // their next copies.
-        __threadfence();
+        // The next unit's queries are on their way while the CTA merges.
+        const int next_index = index + gridDim.x;
+        DecodeUnit next = unit;
+        if (next_index < units) {
+            next = params.units[next_index / kv_heads];
+            state.load(params, next, next_index % kv_heads, lane);
+        }
+        settle();
+        merge_warps<T, kDim, kWarps, kStages>(params, unit, index % kv_heads, shared, merge);
         __syncthreads();
         if (has_piece) {
             stream.issue(ring + stage * Shape::kStageBytes);
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-        if (unit.splits > 1 && arrive(params, unit, kv_head, merge)) {
-            merge_splits<T, kDim, kWarps>(params, unit, kv_head, rows, merge);
+        counted = index;
+        counted_splits = unit.splits;
+        if (counted_splits > 1 && threadIdx.x == 0) {
+            arrived = arrive(params, unit, index % kv_heads);
         }
+        index = next_index;
+        unit = next;
     }
+    settle();
 }
 
 /// Lists the units of a step: whole splits first and rests after them, so that the last CTAs to finish are the short ones.
@@ -384,10 +422,11 @@ __device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
     const int lane = threadIdx.x % 32;
 
     // The rests begin where the whole splits of all sequences end: count those first.
+    const int split_tokens = 1 << params.log2_split;
     int all_whole = 0;
     for (int s = threadIdx.x; s < params.sequences; s += kThreads) {
         const int rows = (params.starts[s + 1] - params.starts[s]) * params.group;
-        all_whole += (rows + kUnitRows - 1) / kUnitRows * (params.contexts[s] / params.split_tokens);
+        all_whole += (rows + kUnitRows - 1) / kUnitRows * (params.contexts[s] >> params.log2_split);
     }
     all_whole = __reduce_add_sync(kFullWarp, all_whole);
     if (lane == 0) {
@@ -405,8 +444,8 @@ __device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
         const int context = real ? params.contexts[s] : 0;
         const int rows = real ? (params.starts[s + 1] - params.starts[s]) * params.group : 0;
         const int tiles = (rows + kUnitRows - 1) / kUnitRows;
-        int whole = tiles * (context / params.split_tokens);
-        int rest = context % params.split_tokens == 0 ? 0 : tiles;
+        int whole = tiles * (context >> params.log2_split);
+        int rest = context % split_tokens == 0 ? 0 : tiles;
         const int own_whole = whole;
         const int own_rest = rest;
 #pragma unroll
@@ -441,10 +480,11 @@ __device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
         for (int of = warp; of < min(kThreads, params.sequences - chunk); of += kThreads / 32) {
             const int sequence = chunk + of;
             const int tokens = params.contexts[sequence];
-            const int packed = (params.starts[sequence + 1] - params.starts[sequence]) * params.group;
-            const int row_tiles = (packed + kUnitRows - 1) / kUnitRows;
-            const int whole_splits = tokens / params.split_tokens;
-            const int splits = whole_splits + (tokens % params.split_tokens != 0);
+            const int first_query = params.starts[sequence];
+            const int q_len = params.starts[sequence + 1] - first_query;
+            const int row_tiles = (q_len * params.group + kUnitRows - 1) / kUnitRows;
+            const int whole_splits = tokens >> params.log2_split;
+            const int splits = whole_splits + (tokens % split_tokens != 0);
             const int slots = whole_before[of] + rest_before[of];
             for (int i = lane; i < row_tiles * splits; i += 32) {
                 const int tile = i / splits;
@@ -453,9 +493,17 @@ __device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
                 if (at >= params.max_units) {
                     __trap();
                 }
-                const int first = split * params.split_tokens;
-                params.units[at] = DecodeUnit{sequence,  first,  min(first + params.split_tokens, tokens), tile * kUnitRows, slots + i, slots + tile * splits,
-                                              splits, tokens};
+                DecodeUnit unit;
+                unit.sequence = sequence;
+                unit.first_token = split << params.log2_split;
+                unit.tokens = static_cast<uint16_t>(min(split_tokens, tokens - unit.first_token));
+                unit.first_row = tile * kUnitRows;
+                unit.rows = static_cast<uint16_t>(min(kUnitRows, q_len * params.group - unit.first_row));
+                unit.past = tokens - q_len;
+                unit.first_query = first_query;
+                unit.first_slot = slots + tile * splits;
+                unit.splits = splits;
+                params.units[at] = unit;
             }
         }
         __syncthreads();

@@ -24,40 +24,39 @@ struct PagedKv {
     int32_t group;           // query heads per KV head, 1..=16
 };
 
-/// Queries and outputs: [tokens, heads, head_dim], the heads of a token together. Sequence s owns tokens [starts[s], starts[s + 1]).
+/// Queries and outputs: [tokens, heads, head_dim], the heads of a token together.
 struct Queries {
-    const void* q;           // 16-byte aligned
-    void* out;               // 16-byte aligned; rows of sequences without work are not touched
-    int64_t q_stride;        // elements from one token to the next; a multiple of 8
+    const void* q;         // 16-byte aligned
+    void* out;             // 16-byte aligned; rows of sequences without work are not touched
+    int64_t q_stride;      // elements from one token to the next; a multiple of 8
     int64_t out_stride;
-    const int32_t* starts;   // [sequences + 1]
-    const int32_t* contexts; // [sequences], each 0 (a padded row: no work) or >= its q_len
-    float scale_log2;        // softmax scale * log2(e)
+    float scale_log2;      // softmax scale * log2(e)
     int32_t reserved;
 };
 
-/// One piece of decode work, for every KV head: 16 packed rows of a sequence against the tokens [first_token, end_token) of one split.
-/// The partial results of a sequence's splits lie at slots [first_slot, first_slot + splits), in the order of their positions.
+/// One piece of decode work, for every KV head: up to 16 packed rows of a sequence against the tokens [first_token, first_token + tokens) of one
+/// split. The partial results of its sequence's splits lie at slots [first_slot, first_slot + splits), in the order of their positions.
 struct alignas(16) DecodeUnit {
     int32_t sequence;
     int32_t first_token;
-    int32_t end_token;
+    uint16_t tokens;
+    uint16_t rows;
     int32_t first_row;
-    int32_t slot;
+    int32_t past;          // tokens of the sequence before its first query
+    int32_t first_query;   // the sequence's first token in the query and output tensors
     int32_t first_slot;
     int32_t splits;
-    int32_t context;
 };
 
 /// `pagedd_attention_decode_plan`: one CTA of 1,024 threads, once per step; its units serve all layers.
 struct DecodePlanParams {
-    const int32_t* starts;   // [sequences + 1]
-    const int32_t* contexts; // [sequences]
+    const int32_t* starts;   // [sequences + 1]: sequence s owns the tokens [starts[s], starts[s + 1]) of the query and output tensors
+    const int32_t* contexts; // [sequences], each 0 (a padded row: no work) or >= its number of queries
     DecodeUnit* units;       // [max_units]
     int32_t* unit_count;     // [1]
     int32_t sequences;
-    int32_t max_units;       // sum over sequences of ceil(q_len * group / 16) * ceil(context / split_tokens) must fit: else the kernel traps
-    int32_t split_tokens;
+    int32_t max_units;       // sum over sequences of ceil(q_len * group / 16) * ceil(context / split) must fit: else the kernel traps
+    int32_t log2_split;      // a split is 1 << log2_split tokens, 6..=9
     int32_t group;
 };
 
@@ -70,14 +69,20 @@ struct DecodeParams {
     float* partial_out;      // [slots, kv_heads, rows_per_unit, head_dim], sums that are not yet divided
     float* partial_sums;     // [slots, kv_heads, rows_per_unit, 2]: maximum (log2 units), sum of weights
     uint32_t* arrivals;      // [slots, kv_heads], zero before the first launch; every launch leaves zeros
+    int32_t max_units;       // slots too: a unit has one
     int32_t rows_per_unit;   // min(16, group * largest q_len)
+    int32_t log2_split;      // as in the plan
     int32_t reserved;
 };
 
-/// Work of one prefill CTA, for every KV head: the packed rows [first_row, first_row + tile rows) of a sequence.
-struct PrefillUnit {
+/// Work of one prefill CTA, for every KV head: packed rows of a sequence from first_row on, at most as many as the kernel's tile has.
+struct alignas(16) PrefillUnit {
     int32_t sequence;
     int32_t first_row;
+    int32_t rows;          // of the sequence from first_row on; the kernel takes those of its tile
+    int32_t past;          // tokens of the sequence before its first query
+    int32_t first_query;   // the sequence's first token in the query and output tensors
+    int32_t reserved[3];
 };
 
 /// `pagedd_attention_prefill_*`: grid = units * kv_heads. The host lists the units that see most tokens first, so that the last CTAs are short.
@@ -87,7 +92,7 @@ struct PrefillParams {
     const PrefillUnit* units;
 };
 
-static_assert(sizeof(PagedKv) == 40 && sizeof(Queries) == 56 && sizeof(DecodeUnit) == 32, "mirrored in Rust");
-static_assert(sizeof(DecodePlanParams) == 48 && sizeof(DecodeParams) == 144 && sizeof(PrefillParams) == 104, "mirrored in Rust");
+static_assert(sizeof(PagedKv) == 40 && sizeof(Queries) == 40 && sizeof(DecodeUnit) == 32 && sizeof(PrefillUnit) == 32, "mirrored in Rust");
+static_assert(sizeof(DecodePlanParams) == 48 && sizeof(DecodeParams) == 136 && sizeof(PrefillParams) == 88, "mirrored in Rust");
 
 }  // namespace pagedd

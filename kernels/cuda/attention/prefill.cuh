@@ -34,19 +34,19 @@ struct PrefillTile {
     int kv_head;
     int group;
     int first_row;
-    int rows;       // that exist, from first_row on
-    int first_token;  // of the sequence in the query and output tensors
-    int past;       // tokens before the sequence's first query
-    int keys;       // that the last row sees
+    int rows;         // that exist, from first_row on
+    int first_query;  // the sequence's first token in the query and output tensors
+    int past;         // tokens before it
+    int keys;         // that the last row sees
 
     __device__ __forceinline__ PrefillTile(const PrefillParams& params, const PrefillUnit& unit, int kv_head_, int tile_rows)
-        : kv_head(kv_head_), group(params.kv.group), first_row(unit.first_row) {
-        first_token = params.queries.starts[unit.sequence];
-        const int q_len = params.queries.starts[unit.sequence + 1] - first_token;
-        rows = min(tile_rows, q_len * group - first_row);
-        past = params.queries.contexts[unit.sequence] - q_len;
-        keys = limit(rows - 1);
-    }
+        : kv_head(kv_head_),
+          group(params.kv.group),
+          first_row(unit.first_row),
+          rows(min(tile_rows, unit.rows)),
+          first_query(unit.first_query),
+          past(unit.past),
+          keys(limit(rows - 1)) {}
 
     /// Tokens that a row of the tile sees.
     __device__ __forceinline__ int limit(int row) const { return past + (first_row + row) / group + 1; }
@@ -54,7 +54,7 @@ struct PrefillTile {
     /// Where a row's head begins in a tensor [token, stride].
     __device__ __forceinline__ int64_t element(int row, int64_t stride, int dim) const {
         const int packed = first_row + row;
-        return (first_token + packed / group) * stride + (kv_head * group + packed % group) * dim;
+        return (first_query + packed / group) * stride + (kv_head * group + packed % group) * dim;
     }
 };
 

@@ -21,12 +21,13 @@ struct OperandLayout {
     }
 };
 
-template <int kDim_, int kGroups_, int kKeys_, int kStages_>
+template <int kDim_, int kGroups_, int kKeys_, int kStages_, bool kTurns_>
 struct HopperShape {
     static constexpr int kDim = kDim_;
     static constexpr int kGroups = kGroups_;  // warpgroups that compute
     static constexpr int kKeys = kKeys_;      // tokens of a K or V tile
     static constexpr int kStages = kStages_;  // of one K and one V tile each
+    static constexpr bool kTurns = kTurns_;   // the groups' products follow one another, so that one's softmax falls into the others' products
     static constexpr int kRows = kGroups * 64;
     static constexpr int kThreads = (kGroups + 1) * 128;
     static constexpr int kSlots = 2 * kStages;
@@ -208,7 +209,7 @@ __device__ __forceinline__ void compute_rows(const PrefillParams& params, const 
     rows.l[0] = rows.l[1] = 0.0f;
     wait_copies<0>();
     fence_for_matrix_units();
-    warpgroup_sync(1 + group);
+    named_sync(1 + group, 128);
 
     const auto release = [&](int slot) {
         if (lane == 0) {
@@ -233,15 +234,29 @@ __device__ __forceinline__ void compute_rows(const PrefillParams& params, const 
     soften(0);
     rows.pack_weights();
 
+    // Barrier kTurn + g says that it is the turn of group g; the last group gives the first turn.
+    constexpr int kTurn = 1 + Shape::kGroups;
+    const bool last_group = group == Shape::kGroups - 1;
+    const auto give_turn = [&] { named_arrive(kTurn + (last_group ? 0 : group + 1), 256); };
+    if (Shape::kTurns && last_group && tile.keys > Shape::kKeys) {
+        give_turn();
+    }
     int stage = 0;  // of the tile whose weights are ready
     int parity = 0;
     for (int token = Shape::kKeys; token < tile.keys; token += Shape::kKeys) {
         const int next = stage + 1 == Shape::kStages ? 0 : stage + 1;
         const int next_parity = parity ^ (next == 0 ? 1 : 0);
         barrier_wait(ring.filled(2 * next), next_parity);
+        if (Shape::kTurns) {
+            named_sync(kTurn + group, 256);
+        }
         rows.score(q_tile, ring.tile(2 * next));
         barrier_wait(ring.filled(2 * stage + 1), parity);
         rows.gather(ring.tile(2 * stage + 1));
+        // The turn that nobody would take is not given.
+        if (Shape::kTurns && (!last_group || token + Shape::kKeys < tile.keys)) {
+            give_turn();
+        }
         products_wait<1>();
         pin(rows.scores);
         release(2 * next);
@@ -267,7 +282,7 @@ __device__ __forceinline__ void compute_rows(const PrefillParams& params, const 
     products_wait<0>();
     pin(rows.sums);
     // The other warps' products read the queries too; they are over once all have come here.
-    warpgroup_sync(1 + group);
+    named_sync(1 + group, 128);
     write_rows<T, Shape>(params, tile, rows, queries, group_row, warp_row, lane);
 }
 

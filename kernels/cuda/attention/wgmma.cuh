@@ -30,8 +30,9 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
 /// Makes this thread's ordinary writes to shared memory visible to the matrix units, once a barrier has passed them on.
 __device__ __forceinline__ void fence_for_matrix_units() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/// A barrier of the 128 threads of a warpgroup; ids from 1 on.
-__device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+/// Waits at a named barrier for `threads` threads, those that only arrive counted in; ids from 1 on.
+__device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- register budgets ----
 

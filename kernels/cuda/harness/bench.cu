@@ -11,7 +11,8 @@ namespace harness {
 namespace {
 
 constexpr size_t kWorkingSet = size_t{1} << 30;  // bytes: far above 4 times the L2 of any card
-constexpr double kSeconds = 0.25;                // of repeats for each row
+constexpr double kSeconds = 0.2;                 // of repeats for each row
+constexpr int kLog2Split = 9;
 
 struct Heads {
     const char* model;
@@ -162,17 +163,16 @@ class Setup {
 
     pagedd::Queries queries() const {
         const int64_t stride = static_cast<int64_t>(heads_.kv_heads) * heads_.group * heads_.dim;
-        return {q_->get(), out_->get(), stride, stride, device_starts_->get(), device_contexts_->get(),
-                static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(heads_.dim))), 0};
+        return {q_->get(), out_->get(), stride, stride, static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(heads_.dim))), 0};
     }
 
-    DecodeMemory decode_memory(int split_tokens) const {
-        return DecodeMemory(decode_units(starts_, contexts_, heads_.group, split_tokens), heads_.kv_heads, std::min(pagedd::kUnitRows, heads_.group * q_len_max()),
+    DecodeMemory decode_memory(int log2_split) const {
+        return DecodeMemory(decode_units(starts_, contexts_, heads_.group, log2_split), heads_.kv_heads, std::min(pagedd::kUnitRows, heads_.group * q_len_max()),
                             heads_.dim);
     }
 
-    pagedd::DecodePlanParams plan(const DecodeMemory& memory, int split_tokens) const {
-        return memory.plan(device_starts_->get(), device_contexts_->get(), static_cast<int>(contexts_.size()), split_tokens, heads_.group);
+    pagedd::DecodePlanParams plan(const DecodeMemory& memory, int log2_split) const {
+        return memory.plan(device_starts_->get(), device_contexts_->get(), static_cast<int>(contexts_.size()), log2_split, heads_.group);
     }
 
     std::vector<pagedd::PrefillUnit> units(int tile_rows) const { return prefill_units(starts_, contexts_, heads_.group, tile_rows); }
@@ -228,11 +228,11 @@ const Kernel& entry_of(const std::vector<Kernel>& kernels, int dim) {
 }
 
 /// CTAs that are resident on the whole card.
-int resident(const Kernel& kernel, int most_per_sm) {
+int resident(const Kernel& kernel) {
     int per_sm = 0;
     allow_shared(kernel);
     CUDA_OK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel.kernel, kernel.threads, kernel.shared_bytes));
-    return std::min(per_sm, most_per_sm) * multiprocessors();
+    return per_sm * multiprocessors();
 }
 
 void print_rate(const char* label, double us, double amount, const char* unit) {
@@ -241,18 +241,18 @@ void print_rate(const char* label, double us, double amount, const char* unit) {
     std::fflush(stdout);
 }
 
-void time_decode(const char* label, const Setup& setup, const Kernel& kernel, int split_tokens, int most_per_sm) {
-    const DecodeMemory memory = setup.decode_memory(split_tokens);
-    launch_plan(setup.plan(memory, split_tokens), nullptr);
+void time_decode(const char* label, const Setup& setup, const Kernel& kernel, int log2_split) {
+    const DecodeMemory memory = setup.decode_memory(log2_split);
+    launch_plan(setup.plan(memory, log2_split), nullptr);
     CUDA_OK(cudaDeviceSynchronize());
-    const int grid = resident(kernel, most_per_sm);
+    const int grid = resident(kernel);
     const double us = median_graph_us([&](cudaStream_t stream) {
         for (int layer = 0; layer < setup.layers; ++layer) {
-            launch(kernel, grid, memory.params(setup.kv(layer), setup.queries()), stream);
+            launch(kernel, grid, memory.params(setup.kv(layer), setup.queries(), log2_split), stream);
         }
     });
     char line[160];
-    std::snprintf(line, sizeof line, "%s  %s split %d grid %d", label, kernel.name, split_tokens, grid);
+    std::snprintf(line, sizeof line, "%s  %s split %d grid %d", label, kernel.name, 1 << log2_split, grid);
     print_rate(line, us / setup.layers, setup.bytes(), "TB/s");
 }
 
@@ -296,20 +296,17 @@ void bench_ceilings() {
 }
 
 void bench_decode(bool variants) {
-    constexpr int kSplit = 256;
-    const Kernel& entry = entry_of(decode_kernels(), 128);
     const auto run = [&](const char* label, const Heads& heads, const std::vector<int>& contexts, int log2_block, bool layers_outermost) {
         const Setup setup(heads, contexts, same(static_cast<int>(contexts.size()), 1), log2_block, layers_outermost);
-        time_decode(label, setup, entry_of(decode_kernels(), heads.dim), kSplit, 2);
-        if (variants) {
-            for (const int split : {128, 512}) {
-                time_decode(label, setup, entry_of(decode_kernels(), heads.dim), split, 2);
-            }
+        const Kernel& entry = entry_of(decode_kernels(), heads.dim);
+        if (!variants) {
+            time_decode(label, setup, entry, 8);
+            time_decode(label, setup, entry, 9);
+            return;
         }
-        if (variants && heads.dim == 128 && contexts.size() != 8) {
-            for (const Kernel& kernel : decode_variants()) {
-                time_decode(label, setup, kernel, kSplit, 8);
-                time_decode(label, setup, kernel, 512, 8);
+        for (const Kernel& kernel : decode_variants()) {
+            for (const int log2_split : {7, 8, 9}) {
+                time_decode(label, setup, kernel, log2_split);
             }
         }
     };
@@ -333,13 +330,13 @@ void bench_decode(bool variants) {
         run("smollm2-135m batch 64 context 1024", kSmol, same(64, 1024), 4, false);
         run("smollm2-135m batch 256 context 1024", kSmol, same(256, 1024), 4, false);
         const Setup guesses(kLlama3, same(64, 1024), same(64, 4), 4, false);
-        time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry, kSplit, 2);
+        time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry_of(decode_kernels(), 128), kLog2Split);
     }
     const Setup setup(kLlama3, same(256, 1100), same(256, 1), 4, false);
-    const DecodeMemory memory = setup.decode_memory(kSplit);
+    const DecodeMemory memory = setup.decode_memory(kLog2Split);
     const double us = median_graph_us([&](cudaStream_t stream) {
         for (int i = 0; i < 20; ++i) {
-            launch_plan(setup.plan(memory, kSplit), stream);
+            launch_plan(setup.plan(memory, kLog2Split), stream);
         }
     });
     std::printf("plan of 256 sequences, context 1100: %.1f us\n", us / 20);
@@ -381,11 +378,11 @@ void bench_hopper(bool variants) { bench_prefill_with(prefill_hopper_kernels(), 
 void profile_decode() {
     const Setup setup(kLlama3, same(64, 1024), same(64, 1), 4, false);
     const Kernel& kernel = entry_of(decode_kernels(), 128);
-    const DecodeMemory memory = setup.decode_memory(256);
-    launch_plan(setup.plan(memory, 256), nullptr);
-    const int grid = resident(kernel, 2);
+    const DecodeMemory memory = setup.decode_memory(kLog2Split);
+    launch_plan(setup.plan(memory, kLog2Split), nullptr);
+    const int grid = resident(kernel);
     for (int layer = 0; layer < 3; ++layer) {
-        launch(kernel, grid, memory.params(setup.kv(layer), setup.queries()), nullptr);
+        launch(kernel, grid, memory.params(setup.kv(layer), setup.queries(), kLog2Split), nullptr);
     }
     CUDA_OK(cudaDeviceSynchronize());
 }

@@ -112,9 +112,9 @@ void add_verdict(Totals& totals, const Problem& problem, const Verdict& verdict,
     report(verdict.worst_row <= row_error_bound(problem.shape().dtype) && verdict.stray == 0, line);
 }
 
-void check_decode(const Kernel& kernel, const Shape& shape, const std::vector<Sequence>& sequences, int split_tokens, uint64_t seed, Totals& totals) {
-    Problem problem(shape, sequences, split_tokens, seed);
-    const std::string name = std::string(kernel.name) + " split " + std::to_string(split_tokens);
+void check_decode(const Kernel& kernel, const Shape& shape, const std::vector<Sequence>& sequences, int log2_split, uint64_t seed, Totals& totals) {
+    Problem problem(shape, sequences, log2_split, seed);
+    const std::string name = std::string(kernel.name) + " split " + std::to_string(1 << log2_split);
     const std::vector<uint16_t> out = problem.decode(kernel, 264, sequences, 0, 0);
     add_verdict(totals, problem, judge(problem, out, problem.reference()), name);
     report(out == problem.decode(kernel, 5, sequences, 0, 0), name + ": a grid of 5 gives other bits");
@@ -136,7 +136,7 @@ void check_decode(const Kernel& kernel, const Shape& shape, const std::vector<Se
 }
 
 void check_prefill(const Kernel& kernel, const Shape& shape, const std::vector<Sequence>& sequences, uint64_t seed, Totals& totals) {
-    Problem problem(shape, sequences, 256, seed);
+    Problem problem(shape, sequences, 8, seed);
     const std::vector<uint16_t> out = problem.prefill(kernel, sequences, 0, 0);
     add_verdict(totals, problem, judge(problem, out, problem.reference()), kernel.name);
     report(out == problem.prefill(kernel, sequences, 0, 0), std::string(kernel.name) + ": a second run gives other bits");
@@ -169,9 +169,9 @@ void check_all_of(const std::vector<Kernel>& decode, const std::vector<Kernel>& 
             // Edges of pieces and splits, padded rows, and guesses: several queries a sequence, up to more rows than one unit holds.
             const std::vector<Sequence> singles = {{1, 1}, {0, 1}, {15, 1}, {16, 1}, {17, 1}, {127, 1}, {128, 1}, {129, 1}, {0, 1}, {700, 1}, {1031, 1}};
             const std::vector<Sequence> guesses = {{2, 2}, {5, 5}, {131, 4}, {0, 2}, {259, 6}, {513, 3}, {400, 1}};
-            check_decode(kernel, shape, singles, 128, seed++, totals);
-            check_decode(kernel, shape, singles, 512, seed++, totals);
-            check_decode(kernel, shape, guesses, 256, seed++, totals);
+            check_decode(kernel, shape, singles, 7, seed++, totals);
+            check_decode(kernel, shape, singles, 9, seed++, totals);
+            check_decode(kernel, shape, guesses, 8, seed++, totals);
         }
         print_totals(kernel, totals);
     }
@@ -225,7 +225,7 @@ int check_minimal() {
         allow_shared(kernel);
         Totals totals;
         const std::vector<Sequence> sequences = {{150, 1}, {0, 1}, {19, 6}, {64, 1}};
-        Problem problem({kernel.dtype, kernel.dim, h.kv_heads, h.group, h.log2_block, h.layers_outermost}, sequences, 64, 1);
+        Problem problem({kernel.dtype, kernel.dim, h.kv_heads, h.group, h.log2_block, h.layers_outermost}, sequences, 6, 1);
         add_verdict(totals, problem, judge(problem, problem.decode(kernel, 2, sequences, 0, 0), problem.reference()), kernel.name);
         print_totals(kernel, totals);
     }
@@ -234,7 +234,7 @@ int check_minimal() {
             allow_shared(kernel);
             Totals totals;
             const std::vector<Sequence> sequences = {{70, 70}, {0, 1}, {330, 5}};
-            Problem problem({kernel.dtype, kernel.dim, h.kv_heads, h.group, h.log2_block, h.layers_outermost}, sequences, 64, 1);
+            Problem problem({kernel.dtype, kernel.dim, h.kv_heads, h.group, h.log2_block, h.layers_outermost}, sequences, 6, 1);
             add_verdict(totals, problem, judge(problem, problem.prefill(kernel, sequences, 0, 0), problem.reference()), kernel.name);
             print_totals(kernel, totals);
         }

@@ -20,8 +20,8 @@ namespace {
 
 using pagedd::Bf16;
 
-template <int kDim, int kWarps, int kStages>
-__global__ void __launch_bounds__(kWarps * 32) decode_variant(const __grid_constant__ pagedd::DecodeParams params) {
+template <int kDim, int kWarps, int kStages, int kCtas>
+__global__ void __launch_bounds__(kWarps * 32, kCtas) decode_variant(const __grid_constant__ pagedd::DecodeParams params) {
     pagedd::decode_attention<Bf16, kDim, kWarps, kStages>(params);
 }
 
@@ -70,10 +70,10 @@ const void* address(void (*kernel)(pagedd::PrefillParams)) { return reinterpret_
 
 const std::vector<Kernel>& decode_kernels() {
     static const std::vector<Kernel> kernels = {
-        DECODE(bf16, Dtype::kBf16, 64, 4, 6), DECODE(bf16, Dtype::kBf16, 80, 4, 4),  DECODE(bf16, Dtype::kBf16, 96, 4, 3),
-        DECODE(bf16, Dtype::kBf16, 128, 4, 3), DECODE(bf16, Dtype::kBf16, 256, 2, 3), DECODE(f16, Dtype::kF16, 64, 4, 6),
-        DECODE(f16, Dtype::kF16, 80, 4, 4),    DECODE(f16, Dtype::kF16, 96, 4, 3),    DECODE(f16, Dtype::kF16, 128, 4, 3),
-        DECODE(f16, Dtype::kF16, 256, 2, 3),
+        DECODE(bf16, Dtype::kBf16, 64, 4, 4), DECODE(bf16, Dtype::kBf16, 80, 4, 3),  DECODE(bf16, Dtype::kBf16, 96, 4, 2),
+        DECODE(bf16, Dtype::kBf16, 128, 4, 2), DECODE(bf16, Dtype::kBf16, 256, 2, 2), DECODE(f16, Dtype::kF16, 64, 4, 4),
+        DECODE(f16, Dtype::kF16, 80, 4, 3),    DECODE(f16, Dtype::kF16, 96, 4, 2),    DECODE(f16, Dtype::kF16, 128, 4, 2),
+        DECODE(f16, Dtype::kF16, 256, 2, 2),
     };
     return kernels;
 }
@@ -89,7 +89,7 @@ const std::vector<Kernel>& prefill_kernels() {
 }
 
 #define PREFILL_SM90(name, dtype, dim, groups, keys, stages)                                                                 \
-    prefill<pagedd::HopperShape<dim, groups, keys, stages>>("prefill_sm90_" #name "_d" #dim,                                \
+    prefill<pagedd::HopperShape<dim, groups, keys, stages, true>>("prefill_sm90_" #name "_d" #dim,                                \
                                                             address(pagedd_attention_prefill_sm90_##name##_d##dim), dtype)
 
 const std::vector<Kernel>& prefill_hopper_kernels() {
@@ -101,33 +101,32 @@ const std::vector<Kernel>& prefill_hopper_kernels() {
     return has_hopper() ? kernels : none;
 }
 
-#define DECODE_VARIANT(warps, stages) decode<128, warps, stages>("w" #warps " s" #stages, address(decode_variant<128, warps, stages>), Dtype::kBf16)
+#define DECODE_VARIANT(warps, stages, ctas) \
+    decode<128, warps, stages>("w" #warps " s" #stages " c" #ctas, address(decode_variant<128, warps, stages, ctas>), Dtype::kBf16)
 #define PREFILL_VARIANT(warps, row_tiles, keys, slots, ctas)                    \
     prefill<pagedd::PrefillShape<128, warps, row_tiles, keys, slots>>(          \
         "w" #warps " r" #row_tiles " k" #keys " s" #slots " c" #ctas,           \
         address(prefill_variant<pagedd::PrefillShape<128, warps, row_tiles, keys, slots>, ctas>), Dtype::kBf16)
 
 const std::vector<Kernel>& decode_variants() {
-    static const std::vector<Kernel> kernels = {DECODE_VARIANT(4, 3), DECODE_VARIANT(4, 2), DECODE_VARIANT(4, 6), DECODE_VARIANT(8, 3),
-                                                DECODE_VARIANT(8, 2), DECODE_VARIANT(2, 6)};
+    static const std::vector<Kernel> kernels = {DECODE_VARIANT(4, 2, 3), DECODE_VARIANT(4, 3, 2), DECODE_VARIANT(2, 4, 3), DECODE_VARIANT(2, 2, 6),
+                                                DECODE_VARIANT(1, 2, 12)};
     return kernels;
 }
 
 const std::vector<Kernel>& prefill_variants() {
-    static const std::vector<Kernel> kernels = {
-        PREFILL_VARIANT(4, 2, 64, 3, 2), PREFILL_VARIANT(4, 2, 64, 2, 2), PREFILL_VARIANT(4, 2, 64, 4, 2), PREFILL_VARIANT(4, 2, 32, 3, 2),
-        PREFILL_VARIANT(8, 2, 64, 3, 1), PREFILL_VARIANT(8, 1, 64, 3, 2), PREFILL_VARIANT(4, 1, 64, 3, 3), PREFILL_VARIANT(4, 1, 128, 2, 2),
-    };
+    static const std::vector<Kernel> kernels = {PREFILL_VARIANT(4, 2, 64, 3, 2), PREFILL_VARIANT(4, 2, 64, 2, 2)};
     return kernels;
 }
 
-#define HOPPER_VARIANT(groups, keys, stages)                                   \
-    prefill<pagedd::HopperShape<128, groups, keys, stages>>(                   \
-        "sm90 g" #groups " k" #keys " s" #stages,                              \
-        address(prefill_hopper_variant<pagedd::HopperShape<128, groups, keys, stages>>), Dtype::kBf16)
+#define HOPPER_VARIANT(groups, keys, stages, turns)                                \
+    prefill<pagedd::HopperShape<128, groups, keys, stages, turns>>(                \
+        "sm90 g" #groups " k" #keys " s" #stages " turns " #turns,                 \
+        address(prefill_hopper_variant<pagedd::HopperShape<128, groups, keys, stages, turns>>), Dtype::kBf16)
 
 const std::vector<Kernel>& prefill_hopper_variants() {
-    static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2), HOPPER_VARIANT(2, 64, 4), HOPPER_VARIANT(3, 64, 3)};
+    static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2, true), HOPPER_VARIANT(2, 128, 2, false), HOPPER_VARIANT(3, 64, 3, true),
+                                                HOPPER_VARIANT(3, 64, 3, false)};
     static const std::vector<Kernel> none;
     return has_hopper() ? kernels : none;
 }

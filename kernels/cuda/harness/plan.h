@@ -10,10 +10,10 @@ namespace harness {
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 /// The largest number of units that the plan of these rows can have.
-inline int decode_units(const std::vector<int32_t>& starts, const std::vector<int32_t>& contexts, int group, int split_tokens) {
+inline int decode_units(const std::vector<int32_t>& starts, const std::vector<int32_t>& contexts, int group, int log2_split) {
     int units = 0;
     for (size_t s = 0; s < contexts.size(); ++s) {
-        units += ceil_div((starts[s + 1] - starts[s]) * group, pagedd::kUnitRows) * ceil_div(contexts[s], split_tokens);
+        units += ceil_div((starts[s + 1] - starts[s]) * group, pagedd::kUnitRows) * ceil_div(contexts[s], 1 << log2_split);
     }
     return units;
 }
@@ -29,7 +29,8 @@ inline std::vector<pagedd::PrefillUnit> prefill_units(const std::vector<int32_t>
         const int q_len = starts[s + 1] - starts[s];
         for (int row = 0; contexts[s] > 0 && row < q_len * group; row += tile_rows) {
             const int last = std::min(row + tile_rows, q_len * group) - 1;
-            sized.push_back({{static_cast<int32_t>(s), row}, contexts[s] - q_len + last / group + 1});
+            const int past = contexts[s] - q_len;
+            sized.push_back({{static_cast<int32_t>(s), row, q_len * group - row, past, starts[s], {}}, past + last / group + 1});
         }
     }
     std::stable_sort(sized.begin(), sized.end(), [](const Sized& a, const Sized& b) { return a.keys > b.keys; });
@@ -61,12 +62,13 @@ struct DecodeMemory {
         arrivals.fill(0);
     }
 
-    pagedd::DecodePlanParams plan(const int32_t* starts, const int32_t* contexts, int sequences, int split_tokens, int group) const {
-        return {starts, contexts, units.get(), unit_count.get(), sequences, static_cast<int32_t>(units.count()), split_tokens, group};
+    pagedd::DecodePlanParams plan(const int32_t* starts, const int32_t* contexts, int sequences, int log2_split, int group) const {
+        return {starts, contexts, units.get(), unit_count.get(), sequences, static_cast<int32_t>(units.count()), log2_split, group};
     }
 
-    pagedd::DecodeParams params(const pagedd::PagedKv& kv, const pagedd::Queries& queries) const {
-        return {kv, queries, units.get(), unit_count.get(), partial_out.get(), partial_sums.get(), arrivals.get(), rows_per_unit, 0};
+    pagedd::DecodeParams params(const pagedd::PagedKv& kv, const pagedd::Queries& queries, int log2_split) const {
+        return {kv, queries, units.get(), unit_count.get(), partial_out.get(), partial_sums.get(), arrivals.get(), static_cast<int32_t>(units.count()),
+                rows_per_unit, log2_split, 0};
     }
 };
 

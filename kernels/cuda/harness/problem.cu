@@ -47,10 +47,10 @@ std::string Shape::text() const {
     return line;
 }
 
-Problem::Problem(const Shape& shape, const std::vector<Sequence>& sequences, int split_tokens, uint64_t seed)
+Problem::Problem(const Shape& shape, const std::vector<Sequence>& sequences, int log2_split, uint64_t seed)
     : shape_(shape),
       sequences_(sequences),
-      split_tokens_(split_tokens),
+      log2_split_(log2_split),
       q_stride_(shape.heads() * shape.dim + kQueryGap),
       out_stride_(shape.heads() * shape.dim + kOutputGap) {
     Random random(seed);
@@ -124,13 +124,11 @@ pagedd::PagedKv Problem::kv(int first_sequence) const {
             shape_.group};
 }
 
-pagedd::Queries Problem::queries(const int32_t* starts, const int32_t* contexts, int first_token) const {
+pagedd::Queries Problem::queries(int first_token) const {
     return {device_q_->get() + first_token * q_stride_,
             device_out_->get() + kGuard + first_token * out_stride_,
             static_cast<int64_t>(q_stride_),
             static_cast<int64_t>(out_stride_),
-            starts,
-            contexts,
             static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(shape_.dim))),
             0};
 }
@@ -145,11 +143,11 @@ std::vector<uint16_t> Problem::decode(const Kernel& kernel, int grid, const std:
     const std::vector<int32_t> contexts = contexts_of(sequences);
     const Device<int32_t> device_starts(starts);
     const Device<int32_t> device_contexts(contexts);
-    const int units = decode_units(starts, contexts, shape_.group, split_tokens_);
+    const int units = decode_units(starts, contexts, shape_.group, log2_split_);
     const DecodeMemory memory(units, shape_.kv_heads, largest_rows(sequences, shape_.group), shape_.dim);
     poison_output();
-    launch_plan(memory.plan(device_starts.get(), device_contexts.get(), static_cast<int>(sequences.size()), split_tokens_, shape_.group), nullptr);
-    launch(kernel, grid, memory.params(kv(first_sequence), queries(device_starts.get(), device_contexts.get(), first_token)), nullptr);
+    launch_plan(memory.plan(device_starts.get(), device_contexts.get(), static_cast<int>(sequences.size()), log2_split_, shape_.group), nullptr);
+    launch(kernel, grid, memory.params(kv(first_sequence), queries(first_token), log2_split_), nullptr);
     CUDA_OK(cudaGetLastError());
     CUDA_OK(cudaDeviceSynchronize());
     if (memory.unit_count.download()[0] != units) {
@@ -169,13 +167,13 @@ std::vector<uint16_t> Problem::decode_in_graph(const Kernel& kernel, int grid, c
     const std::vector<int32_t> starts = starts_of(sequences_);
     Device<int32_t> device_starts(starts);
     Device<int32_t> device_contexts(contexts_of(sequences_));
-    const int units = decode_units(starts, contexts_of(sequences_), shape_.group, split_tokens_);
+    const int units = decode_units(starts, contexts_of(sequences_), shape_.group, log2_split_);
     const DecodeMemory memory(units, shape_.kv_heads, largest_rows(sequences_, shape_.group), shape_.dim);
     cudaStream_t stream;
     CUDA_OK(cudaStreamCreate(&stream));
     CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    launch_plan(memory.plan(device_starts.get(), device_contexts.get(), static_cast<int>(sequences_.size()), split_tokens_, shape_.group), stream);
-    launch(kernel, grid, memory.params(kv(0), queries(device_starts.get(), device_contexts.get(), 0)), stream);
+    launch_plan(memory.plan(device_starts.get(), device_contexts.get(), static_cast<int>(sequences_.size()), log2_split_, shape_.group), stream);
+    launch(kernel, grid, memory.params(kv(0), queries(0), log2_split_), stream);
     cudaGraph_t graph;
     CUDA_OK(cudaStreamEndCapture(stream, &graph));
     cudaGraphExec_t replay;
@@ -196,12 +194,10 @@ std::vector<uint16_t> Problem::decode_in_graph(const Kernel& kernel, int grid, c
 std::vector<uint16_t> Problem::prefill(const Kernel& kernel, const std::vector<Sequence>& sequences, int first_sequence, int first_token) {
     const std::vector<int32_t> starts = starts_of(sequences);
     const std::vector<int32_t> contexts = contexts_of(sequences);
-    const Device<int32_t> device_starts(starts);
-    const Device<int32_t> device_contexts(contexts);
     const std::vector<pagedd::PrefillUnit> units = prefill_units(starts, contexts, shape_.group, kernel.tile_rows);
     const Device<pagedd::PrefillUnit> device_units(units);
     poison_output();
-    const pagedd::PrefillParams params = {kv(first_sequence), queries(device_starts.get(), device_contexts.get(), first_token), device_units.get()};
+    const pagedd::PrefillParams params = {kv(first_sequence), queries(first_token), device_units.get()};
     launch(kernel, static_cast<int>(units.size()) * shape_.kv_heads, params, nullptr);
     CUDA_OK(cudaGetLastError());
     CUDA_OK(cudaDeviceSynchronize());

@@ -29,7 +29,7 @@ struct Shape {
 /// that no token was written to, gaps between the tokens of queries and outputs, and guard words around the outputs.
 class Problem {
   public:
-    Problem(const Shape& shape, const std::vector<Sequence>& sequences, int split_tokens, uint64_t seed);
+    Problem(const Shape& shape, const std::vector<Sequence>& sequences, int log2_split, uint64_t seed);
 
     /// Runs a kernel over the given sequences, which may be others than the problem's own (parts of them), with the tables of the sequences from
     /// `first_sequence` and the queries from `first_token` on. Returns the output buffer's bits.
@@ -52,12 +52,12 @@ class Problem {
     size_t arena_index(int sequence, int kv, int kv_head, int token) const;
     size_t block_elements() const;
     pagedd::PagedKv kv(int first_sequence) const;
-    pagedd::Queries queries(const int32_t* starts, const int32_t* contexts, int first_token) const;
+    pagedd::Queries queries(int first_token) const;
     void poison_output();
 
     Shape shape_;
     std::vector<Sequence> sequences_;
-    int split_tokens_;
+    int log2_split_;
     int tokens_ = 0;
     int blocks_ = 0;
     int table_stride_ = 0;
