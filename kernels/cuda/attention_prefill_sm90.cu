@@ -8,7 +8,7 @@
 #define PAGEDD_ON_SM90(...) __trap()
 #endif
 
-// 128 rows against 128 keys (64 at head_dim 256, where the ring would not fit otherwise), two stages.
+// Three warpgroups of 64 rows, where their sums leave them registers enough, that take turns at the tensor cores.
 #define PAGEDD_PREFILL_SM90(name, type, dim, groups, keys, stages)                                                                             \
     extern "C" __global__ void __launch_bounds__((groups + 1) * 128, 1)                                                                        \
         pagedd_attention_prefill_sm90_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params) {                                  \
@@ -16,8 +16,8 @@
     }
 
 #define PAGEDD_PREFILL_SM90_DIMS(name, type)      \
-    PAGEDD_PREFILL_SM90(name, type, 64, 2, 128, 2)  \
-    PAGEDD_PREFILL_SM90(name, type, 128, 2, 128, 2) \
+    PAGEDD_PREFILL_SM90(name, type, 64, 3, 64, 4)  \
+    PAGEDD_PREFILL_SM90(name, type, 128, 3, 64, 3) \
     PAGEDD_PREFILL_SM90(name, type, 256, 2, 64, 2)
 
 PAGEDD_PREFILL_SM90_DIMS(bf16, Bf16)

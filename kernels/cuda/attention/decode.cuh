@@ -1,24 +1,28 @@
 // Paged decode attention: few queries a sequence against all of its cached tokens, at the speed of memory.
 //
 // The context is cut into splits of a fixed number of tokens, counted from position 0. A CTA works on one unit (16 packed rows, one KV head, one
-// split) at a time: its warps take the split's pieces of 16 tokens in turn, each with a ring of copies of its own, and merge in warp order. The
-// CTA that finishes a sequence's last open split merges all of them in the order of their positions. So the bits of a row depend on its own
-// queries, keys and values only, never on the batch, the grid or the order in which CTAs finish.
+// split) at a time: its warps take the split's pieces of 16 tokens in turn, each with a ring of copies of its own, and merge in warp order. A second
+// kernel merges the splits of a row in the order of their positions. So the bits of a row depend on its own queries, keys and values only, never
+// on the batch or the grid.
+//
+// With the ring full, memory answers late: what a unit needs beside K and V (its description, its block numbers, its queries) is therefore always
+// asked for one unit earlier, and nothing in the loop fences or counts in global memory.
 #pragma once
 #include "params.h"
 #include "tensor.cuh"
 
 namespace pagedd {
 
-/// What the warps of a CTA tell each other when they merge.
+/// Descriptions of a CTA's units that lie in shared memory: those of the next kListed / 2 units at least.
+constexpr int kListed = 32;
+
+/// What the warps of a CTA share beside their rings.
 template <int kWarps>
-struct DecodeMerge {
+struct DecodeShared {
+    DecodeUnit list[kListed];  // unit n of the CTA at n % kListed
     float m[kWarps][kUnitRows];
     float l[kWarps][kUnitRows];
-    int stage[kWarps];  // the ring stage in which a warp left its sums
-    float top[kUnitRows];
-    float total[kUnitRows];
-    int last;  // the unit that was counted in last time completed its sequence
+    int stage[kWarps];         // the ring stage in which a warp left its sums
 };
 
 /// Where a warp's sums of a row lie in the stage where it leaves them: columns in groups of eight, permuted so that the rows of a store fall into
@@ -32,30 +36,48 @@ __device__ __forceinline__ int left_column(int row, int column) {
 template <int kDim, int kWarps, int kStages>
 struct DecodeShape {
     static constexpr int kThreads = kWarps * 32;
+    static constexpr int kRoundTokens = kWarps * kPieceTokens;  // a round gives each warp a piece
     static constexpr int kTileBytes = kPieceTokens * TileLayout<kDim>::kRowBytes;
     static constexpr int kStageBytes = 2 * kTileBytes;  // K, then V
     static constexpr int kRingBytes = kStages * kStageBytes;
-    static constexpr int kSharedBytes = kWarps * kRingBytes + static_cast<int>(sizeof(DecodeMerge<kWarps>));
+    static constexpr int kSharedBytes = kWarps * kRingBytes + static_cast<int>(sizeof(DecodeShared<kWarps>));
     static_assert(kStageBytes >= kUnitRows * kDim * 4, "a warp leaves its f32 sums in a stage");
+    static_assert(kStages + 2 <= kListed / 2, "the stream reads descriptions ahead");
 };
 
-/// One warp's way through the pieces of its units, in the order in which it computes on them. It runs kStages pieces ahead and across the end of a
-/// unit, so that copies stay in flight while the CTA merges.
+/// The share of a CTA in the units: unit n is at blockIdx.x + n * gridDim.x in the order of units and, within a unit, KV heads.
+struct UnitShare {
+    int kv_heads;
+    int all;  // units * KV heads
+
+    __device__ __forceinline__ int index(int n) const { return blockIdx.x + n * gridDim.x; }
+    __device__ __forceinline__ bool has(int n) const { return index(n) < all; }
+    __device__ __forceinline__ int kv_head(int n) const { return index(n) % kv_heads; }
+};
+
+/// One warp starts the copies of the descriptions of units [first, first + kListed / 2). Past the last unit it copies some other description, which
+/// nobody reads.
+__device__ __forceinline__ void copy_descriptions(DecodeUnit* list, const DecodeParams& params, int first, int lane) {
+    const int n = first + lane / 2;
+    const int unit = min(static_cast<int>(blockIdx.x + n * gridDim.x) / params.kv.kv_heads, params.max_units - 1);
+    copy_async(shared_address(list + n % kListed) + lane % 2 * 16, reinterpret_cast<const uint8_t*>(params.units + unit) + lane % 2 * 16, 16);
+}
+
+/// One warp's way through its pieces, in the order in which it computes on them. It runs kStages pieces ahead and across the end of a unit, so that
+/// copies stay in flight while the CTA merges. Every warp takes part in every round of a unit; a piece past the unit's end is zeros.
 template <int kDim, int kWarps, int kStages>
 class PieceStream {
     using Shape = DecodeShape<kDim, kWarps, kStages>;
 
   public:
-    __device__ __forceinline__ PieceStream(const DecodeParams& params, int units, const DecodeUnit& first, int warp, int lane)
-        : params_(params), units_(units), warp_(warp), lane_(lane), unit_(blockIdx.x) {
-        if (unit_ < units_ && !take(first)) {
-            open(unit_ + gridDim.x);
-        }
+    __device__ __forceinline__ PieceStream(const DecodeParams& params, const UnitShare& share, const DecodeUnit* list, int warp, int lane)
+        : params_(params), share_(share), list_(list), warp_(warp), lane_(lane), next_block_(table_entry(0)) {
+        open(0);
     }
 
     /// Starts the copies of the next piece into a stage. Past the last unit the copy group is empty, so that groups can be counted.
     __device__ __forceinline__ void issue(uint32_t stage) {
-        if (unit_ < units_) {
+        if (share_.has(unit_)) {
             const PagedKv& kv = params_.kv;
             const int block = __shfl_sync(kFullWarp, block_, (token_ >> kv.log2_block) - first_block_);
             const int in_block = token_ & ((1 << kv.log2_block) - 1);
@@ -63,48 +85,53 @@ class PieceStream {
             const int valid = end_ - token_;
             copy_piece<TileLayout<kDim>, 32>(stage, from, valid, lane_);
             copy_piece<TileLayout<kDim>, 32>(stage + Shape::kTileBytes, from + (static_cast<int64_t>(kv.kv_heads) << kv.log2_block) * (kDim * 2), valid, lane_);
-            token_ += kWarps * kPieceTokens;
-            if (token_ >= end_) {
-                open(unit_ + gridDim.x);
+            token_ += Shape::kRoundTokens;
+            if (token_ - warp_ * kPieceTokens >= end_) {
+                open(unit_ + 1);
             }
         }
         commit_copies();
     }
 
   private:
-    /// Goes to the first unit from `unit` on, in steps of the grid, of which this warp has a piece.
     __device__ __forceinline__ void open(int unit) {
-        for (unit_ = unit; unit_ < units_ && !take(params_.units[unit_ / params_.kv.kv_heads]);) {
-            unit_ += gridDim.x;
+        unit_ = unit;
+        if (!share_.has(unit)) {
+            return;
         }
-    }
-
-    /// Makes the unit's first piece of this warp the next one; false if it has none.
-    __device__ __forceinline__ bool take(const DecodeUnit& work) {
         const PagedKv& kv = params_.kv;
+        const DecodeUnit& work = list_[unit % kListed];
         token_ = work.first_token + warp_ * kPieceTokens;
         end_ = work.first_token + work.tokens;
-        if (token_ >= end_) {
-            return false;
-        }
-        // A split is at most 32 blocks, so that each lane keeps one entry of the block table.
         first_block_ = work.first_token >> kv.log2_block;
-        const int entry = first_block_ + lane_;
-        const bool inside = entry <= (end_ - 1) >> kv.log2_block;
-        block_ = inside ? kv.tables[static_cast<int64_t>(work.sequence) * kv.table_stride + entry] : 0;
-        head_ = kv.layer + (static_cast<int64_t>(unit_ % kv.kv_heads) << kv.log2_block) * (kDim * 2);
-        return true;
+        head_ = kv.layer + (static_cast<int64_t>(share_.kv_head(unit)) << kv.log2_block) * (kDim * 2);
+        block_ = next_block_;
+        next_block_ = table_entry(unit + 1);
+    }
+
+    /// This lane's entry of a unit's blocks: a split is at most 32. Lanes past the last block keep block 0, whose memory exists and is not read.
+    __device__ __forceinline__ int table_entry(int unit) const {
+        if (!share_.has(unit)) {
+            return 0;
+        }
+        const PagedKv& kv = params_.kv;
+        const DecodeUnit& work = list_[unit % kListed];
+        const int entry = (work.first_token >> kv.log2_block) + lane_;
+        const bool inside = entry <= (work.first_token + work.tokens - 1) >> kv.log2_block;
+        return inside ? kv.tables[static_cast<int64_t>(work.sequence) * kv.table_stride + entry] : 0;
     }
 
     const DecodeParams& params_;
-    const int units_;
+    const UnitShare share_;
+    const DecodeUnit* list_;
     const int warp_;
     const int lane_;
     int unit_;
-    int token_;  // first token of the next piece
+    int token_;  // first token of this warp's next piece
     int end_;
     int first_block_;
-    int block_;  // this lane's entry of the split's blocks
+    int block_;
+    int next_block_;
     const uint8_t* head_;
 };
 
@@ -217,12 +244,10 @@ __device__ __forceinline__ void add_scaled(float4& sum, float weight, const floa
 
 /// Writes four elements of a packed row's output, divided by the sum of its weights.
 template <typename T, int kDim>
-__device__ __forceinline__ void write_output(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int row, int column, const float4& sum,
-                                             float total) {
+__device__ __forceinline__ void write_output(const DecodeParams& params, int first_query, int packed, int kv_head, int column, const float4& sum, float total) {
     const Queries& queries = params.queries;
-    const int packed = unit.first_row + row;
     const int group = params.kv.group;
-    const int64_t token = unit.first_query + packed / group;
+    const int64_t token = first_query + packed / group;
     T* to = static_cast<T*>(queries.out) + token * queries.out_stride + (kv_head * group + packed % group) * kDim + column;
     const float scale = 1.0f / total;
     *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(sum.x * scale, sum.y * scale), pack<T>(sum.z * scale, sum.w * scale));
@@ -230,29 +255,30 @@ __device__ __forceinline__ void write_output(const DecodeParams& params, const D
 
 /// Merges the warps' sums of a unit in warp order: into the output if the sequence has one split, else into its slot.
 template <typename T, int kDim, int kWarps, int kStages>
-__device__ __forceinline__ void merge_warps(const DecodeParams& params, const DecodeUnit& unit, int kv_head, const uint8_t* shared,
-                                            const DecodeMerge<kWarps>& merge) {
+__device__ __forceinline__ void merge_warps(const DecodeParams& params, const DecodeUnit& unit, int kv_head, const uint8_t* rings,
+                                            const DecodeShared<kWarps>& shared) {
     using Shape = DecodeShape<kDim, kWarps, kStages>;
-    const int warps = min(kWarps, (unit.tokens + kPieceTokens - 1) / kPieceTokens);
     const int64_t slot = unit.first_slot + (unit.first_token >> params.log2_split);
     const int64_t first = (slot * params.kv.kv_heads + kv_head) * params.rows_per_unit;
     for (int i = threadIdx.x; i < unit.rows * (kDim / 4); i += Shape::kThreads) {
         const int row = i / (kDim / 4);
         const int column = i % (kDim / 4) * 4;
         float top = -INFINITY;
-        for (int w = 0; w < warps; ++w) {
-            top = fmaxf(top, merge.m[w][row]);
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+            top = fmaxf(top, shared.m[w][row]);
         }
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         float total = 0.0f;
-        for (int w = 0; w < warps; ++w) {
-            const float weight = partial_weight(merge.m[w][row], top);
-            const uint8_t* left = shared + w * Shape::kRingBytes + merge.stage[w] * Shape::kStageBytes;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+            const float weight = partial_weight(shared.m[w][row], top);
+            const uint8_t* left = rings + w * Shape::kRingBytes + shared.stage[w] * Shape::kStageBytes;
             add_scaled(sum, weight, *reinterpret_cast<const float4*>(left + (row * kDim + left_column<kDim>(row, column)) * 4));
-            total = fmaf(weight, merge.l[w][row], total);
+            total = fmaf(weight, shared.l[w][row], total);
         }
         if (unit.splits == 1) {
-            write_output<T, kDim>(params, unit, kv_head, row, column, sum, total);
+            write_output<T, kDim>(params, unit.first_query, unit.first_row + row, kv_head, column, sum, total);
         } else {
             *reinterpret_cast<float4*>(params.partial_out + (first + row) * kDim + column) = sum;
             if (column == 0) {
@@ -262,148 +288,71 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& params, const De
     }
 }
 
-/// Merges all splits of the unit's rows in the order of their positions and writes the output. All partial results have arrived.
-template <typename T, int kDim, int kWarps>
-__device__ __forceinline__ void merge_splits(const DecodeParams& params, const DecodeUnit& unit, int kv_head, DecodeMerge<kWarps>& merge) {
-    const int64_t step = static_cast<int64_t>(params.kv.kv_heads) * params.rows_per_unit;
-    const int64_t first = static_cast<int64_t>(unit.first_slot) * step + static_cast<int64_t>(kv_head) * params.rows_per_unit;
-    const float2* all_sums = reinterpret_cast<const float2*>(params.partial_sums) + first;
-    const float* all_out = params.partial_out + first * kDim;
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
-    for (int row = warp; row < unit.rows; row += kWarps) {
-        float top = -INFINITY;
-        for (int split = lane; split < unit.splits; split += 32) {
-            top = fmaxf(top, __ldcg(all_sums + split * step + row).x);
-        }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-            top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, distance));
-        }
-        float total = 0.0f;
-        for (int split = lane; split < unit.splits; split += 32) {
-            const float2 sums = __ldcg(all_sums + split * step + row);
-            total = fmaf(partial_weight(sums.x, top), sums.y, total);
-        }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-            total += __shfl_xor_sync(kFullWarp, total, distance);
-        }
-        if (lane == 0) {
-            merge.top[row] = top;
-            merge.total[row] = total;
-        }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < unit.rows * (kDim / 4); i += kWarps * 32) {
-        const int row = i / (kDim / 4);
-        const int column = i % (kDim / 4) * 4;
-        const float top = merge.top[row];
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-        for (int split = 0; split < unit.splits; ++split) {
-            const float m = __ldcg(all_sums + split * step + row).x;
-            const float4 x = __ldcg(reinterpret_cast<const float4*>(all_out + (split * step + row) * kDim + column));
-            add_scaled(sum, partial_weight(m, top), x);
-        }
-        write_output<T, kDim>(params, unit, kv_head, row, column, sum, merge.total[row]);
-    }
-}
-
-/// Counts the CTA's partial result in, after a barrier that all its threads passed when they had written it. Returns the count before: the caller
-/// looks at it late, so that nobody waits for it. The count returns to zero by itself.
-__device__ __forceinline__ uint32_t arrive(const DecodeParams& params, const DecodeUnit& unit, int kv_head) {
-    __threadfence();
-    return atomicInc(params.arrivals + static_cast<int64_t>(unit.first_slot) * params.kv.kv_heads + kv_head, unit.splits - 1);
-}
-
 template <typename T, int kDim, int kWarps, int kStages>
 __device__ __forceinline__ void decode_attention(const DecodeParams& params) {
     using Shape = DecodeShape<kDim, kWarps, kStages>;
-    extern __shared__ __align__(1024) uint8_t shared[];
-    DecodeMerge<kWarps>& merge = *reinterpret_cast<DecodeMerge<kWarps>*>(shared + kWarps * Shape::kRingBytes);
+    extern __shared__ __align__(1024) uint8_t rings[];
+    DecodeShared<kWarps>& shared = *reinterpret_cast<DecodeShared<kWarps>*>(rings + kWarps * Shape::kRingBytes);
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const uint32_t ring = shared_address(shared) + warp * Shape::kRingBytes;
-    const int kv_heads = params.kv.kv_heads;
-    // The first unit is loaded beside the count that says whether it exists.
-    DecodeUnit unit = params.units[min(static_cast<int>(blockIdx.x) / kv_heads, params.max_units - 1)];
-    const int units = *params.unit_count * kv_heads;
-    int index = blockIdx.x;
-    if (index >= units) {
+    const uint32_t ring = shared_address(rings) + warp * Shape::kRingBytes;
+    if (warp == 0) {
+        copy_descriptions(shared.list, params, 0, lane);
+        copy_descriptions(shared.list, params, kListed / 2, lane);
+        commit_copies();
+    }
+    const UnitShare share = {params.kv.kv_heads, *params.unit_count * params.kv.kv_heads};
+    if (!share.has(0)) {
+        wait_copies<0>();
         return;
     }
+    wait_copies<0>();
+    __syncthreads();
 
+    PieceStream<kDim, kWarps, kStages> stream(params, share, shared.list, warp, lane);
     DecodeRows<T, kDim> state;
-    state.load(params, unit, index % kv_heads, lane);
-    PieceStream<kDim, kWarps, kStages> stream(params, units, unit, warp, lane);
+    state.load(params, shared.list[0], share.kv_head(0), lane);
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
         stream.issue(ring + stage * Shape::kStageBytes);
     }
 
     int stage = 0;
-    // The unit that was counted in last and its splits (1: nothing to merge), and what thread 0 found then.
-    int counted = 0;
-    uint32_t counted_splits = 1;
-    uint32_t arrived = 0;
-    // A barrier, and the merge of the counted unit's splits if this CTA was the last of them.
-    const auto settle = [&] {
-        if (counted_splits > 1 && threadIdx.x == 0) {
-            merge.last = arrived + 1 == counted_splits;
-            __threadfence();
-        }
-        __syncthreads();
-        if (counted_splits > 1 && merge.last != 0) {
-            merge_splits<T, kDim, kWarps>(params, params.units[counted / kv_heads], counted % kv_heads, merge);
-        }
-    };
-    while (index < units) {
+    for (int n = 0; share.has(n); ++n) {
+        const DecodeUnit& unit = shared.list[n % kListed];
+        state.reset();
         const int end_token = unit.first_token + unit.tokens;
-        const int first_piece = unit.first_token + warp * kPieceTokens;
-        const bool has_piece = first_piece < end_token;
-        if (has_piece) {
-            state.reset();
-            for (int token = first_piece; token < end_token; token += kWarps * kPieceTokens) {
-                wait_copies<kStages - 1>();
-                __syncwarp();
-                state.attend(ring + stage * Shape::kStageBytes, Shape::kTileBytes, token, params.queries.scale_log2, lane);
-                __syncwarp();
-                // The last piece's stage is not refilled yet: the warp leaves its sums there.
-                if (token + kWarps * kPieceTokens < end_token) {
-                    stream.issue(ring + stage * Shape::kStageBytes);
-                    stage = stage + 1 == kStages ? 0 : stage + 1;
-                }
-            }
-            uint8_t* left = shared + warp * Shape::kRingBytes + stage * Shape::kStageBytes;
-            state.leave(reinterpret_cast<float*>(left), merge.m[warp], merge.l[warp], unit.rows, lane);
-            if (lane == 0) {
-                merge.stage[warp] = stage;
+        for (int round = unit.first_token; round < end_token; round += Shape::kRoundTokens) {
+            wait_copies<kStages - 1>();
+            __syncwarp();
+            state.attend(ring + stage * Shape::kStageBytes, Shape::kTileBytes, round + warp * kPieceTokens, params.queries.scale_log2, lane);
+            __syncwarp();
+            // The last piece's stage is not refilled yet: the warp leaves its sums there.
+            if (round + Shape::kRoundTokens < end_token) {
+                stream.issue(ring + stage * Shape::kStageBytes);
+                stage = stage + 1 == kStages ? 0 : stage + 1;
             }
         }
-        // The next unit's queries are on their way while the CTA merges.
-        const int next_index = index + gridDim.x;
-        DecodeUnit next = unit;
-        if (next_index < units) {
-            next = params.units[next_index / kv_heads];
-            state.load(params, next, next_index % kv_heads, lane);
+        uint8_t* left = rings + warp * Shape::kRingBytes + stage * Shape::kStageBytes;
+        state.leave(reinterpret_cast<float*>(left), shared.m[warp], shared.l[warp], unit.rows, lane);
+        if (lane == 0) {
+            shared.stage[warp] = stage;
         }
-        settle();
-        merge_warps<T, kDim, kWarps, kStages>(params, unit, index % kv_heads, shared, merge);
+        if (share.has(n + 1)) {
+            // The next unit's queries are on their way while the CTA merges.
+            state.load(params, shared.list[(n + 1) % kListed], share.kv_head(n + 1), lane);
+        }
         __syncthreads();
-        if (has_piece) {
-            stream.issue(ring + stage * Shape::kStageBytes);
-            stage = stage + 1 == kStages ? 0 : stage + 1;
+        merge_warps<T, kDim, kWarps, kStages>(params, unit, share.kv_head(n), rings, shared);
+        __syncthreads();
+        if (warp == 0 && n % (kListed / 2) == kListed / 2 - 1) {
+            // The half of the list that is done with is filled anew; it joins the copy group of the piece that follows.
+            copy_descriptions(shared.list, params, n + 1 + kListed / 2, lane);
         }
-        counted = index;
-        counted_splits = unit.splits;
-        if (counted_splits > 1 && threadIdx.x == 0) {
-            arrived = arrive(params, unit, index % kv_heads);
-        }
-        index = next_index;
-        unit = next;
+        stream.issue(ring + stage * Shape::kStageBytes);
+        stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    settle();
+    wait_copies<0>();
 }
 
 /// Lists the units of a step: whole splits first and rests after them, so that the last CTAs to finish are the short ones.
@@ -485,7 +434,18 @@ __device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
             const int row_tiles = (q_len * params.group + kUnitRows - 1) / kUnitRows;
             const int whole_splits = tokens >> params.log2_split;
             const int splits = whole_splits + (tokens % split_tokens != 0);
+            if (row_tiles > params.tiles_per_sequence) {
+                __trap();
+            }
             const int slots = whole_before[of] + rest_before[of];
+            for (int tile = lane; tile < params.tiles_per_sequence; tile += 32) {
+                const int row = tile * kUnitRows;
+                const int rows = min(kUnitRows, q_len * params.group - row);
+                params.tiles[sequence * params.tiles_per_sequence + tile] =
+                    rows > 0 && splits > 1
+                        ? DecodeTile{slots + tile * splits, splits, first_query, static_cast<uint16_t>(row), static_cast<uint16_t>(rows)}
+                        : DecodeTile{};
+            }
             for (int i = lane; i < row_tiles * splits; i += 32) {
                 const int tile = i / splits;
                 const int split = i % splits;

@@ -35,7 +35,7 @@ struct Queries {
 };
 
 /// One piece of decode work, for every KV head: up to 16 packed rows of a sequence against the tokens [first_token, first_token + tokens) of one
-/// split. The partial results of its sequence's splits lie at slots [first_slot, first_slot + splits), in the order of their positions.
+/// split. The partial results of these rows lie at slots [first_slot, first_slot + splits), in the order of their positions.
 struct alignas(16) DecodeUnit {
     int32_t sequence;
     int32_t first_token;
@@ -48,30 +48,43 @@ struct alignas(16) DecodeUnit {
     int32_t splits;
 };
 
-/// `pagedd_attention_decode_plan`: one CTA of 1,024 threads, once per step; its units serve all layers.
+/// What the combine kernel needs to know of 16 packed rows of a sequence; `splits` is 0 where there is nothing to combine.
+struct alignas(16) DecodeTile {
+    int32_t first_slot;
+    int32_t splits;
+    int32_t first_query;
+    uint16_t first_row;
+    uint16_t rows;
+};
+
+/// `pagedd_attention_decode_plan`: one CTA of 1,024 threads, once per step; its lists serve all layers.
 struct DecodePlanParams {
-    const int32_t* starts;   // [sequences + 1]: sequence s owns the tokens [starts[s], starts[s + 1]) of the query and output tensors
-    const int32_t* contexts; // [sequences], each 0 (a padded row: no work) or >= its number of queries
-    DecodeUnit* units;       // [max_units]
-    int32_t* unit_count;     // [1]
+    const int32_t* starts;      // [sequences + 1]: sequence s owns the tokens [starts[s], starts[s + 1]) of the query and output tensors
+    const int32_t* contexts;    // [sequences], each 0 (a padded row: no work) or >= its number of queries
+    DecodeUnit* units;          // [max_units]
+    int32_t* unit_count;        // [1]
+    DecodeTile* tiles;          // [sequences, tiles_per_sequence]
     int32_t sequences;
-    int32_t max_units;       // sum over sequences of ceil(q_len * group / 16) * ceil(context / split) must fit: else the kernel traps
-    int32_t log2_split;      // a split is 1 << log2_split tokens, 6..=9
+    int32_t max_units;          // sum over sequences of ceil(q_len * group / 16) * ceil(context / split) must fit: else the kernel traps
+    int32_t tiles_per_sequence; // ceil(largest q_len * group / 16): else the kernel traps
+    int32_t log2_split;         // a split is 1 << log2_split tokens, 6..=9
     int32_t group;
+    int32_t reserved;
 };
 
 /// `pagedd_attention_decode_*`: a persistent grid of any size; CTA c takes units c, c + grid, ... of unit_count * kv_heads.
+/// `pagedd_attention_combine_*` after it, with the same parameters: grid = sequences * tiles_per_sequence * kv_heads.
 struct DecodeParams {
     PagedKv kv;
     Queries queries;
     const DecodeUnit* units;
     const int32_t* unit_count;
-    float* partial_out;      // [slots, kv_heads, rows_per_unit, head_dim], sums that are not yet divided
-    float* partial_sums;     // [slots, kv_heads, rows_per_unit, 2]: maximum (log2 units), sum of weights
-    uint32_t* arrivals;      // [slots, kv_heads], zero before the first launch; every launch leaves zeros
-    int32_t max_units;       // slots too: a unit has one
-    int32_t rows_per_unit;   // min(16, group * largest q_len)
-    int32_t log2_split;      // as in the plan
+    const DecodeTile* tiles;
+    float* partial_out;         // [max_units, kv_heads, rows_per_unit, head_dim], sums that are not yet divided
+    float* partial_sums;        // [max_units, kv_heads, rows_per_unit, 2]: maximum (log2 units), sum of weights
+    int32_t max_units;
+    int32_t rows_per_unit;      // min(16, group * largest q_len)
+    int32_t log2_split;         // as in the plan
     int32_t reserved;
 };
 
@@ -92,7 +105,7 @@ struct PrefillParams {
     const PrefillUnit* units;
 };
 
-static_assert(sizeof(PagedKv) == 40 && sizeof(Queries) == 40 && sizeof(DecodeUnit) == 32 && sizeof(PrefillUnit) == 32, "mirrored in Rust");
-static_assert(sizeof(DecodePlanParams) == 48 && sizeof(DecodeParams) == 136 && sizeof(PrefillParams) == 88, "mirrored in Rust");
+static_assert(sizeof(DecodeTile) == 16 && sizeof(PagedKv) == 40 && sizeof(Queries) == 40 && sizeof(DecodeUnit) == 32 && sizeof(PrefillUnit) == 32, "mirrored in Rust");
+static_assert(sizeof(DecodePlanParams) == 64 && sizeof(DecodeParams) == 136 && sizeof(PrefillParams) == 88, "mirrored in Rust");
 
 }  // namespace pagedd

@@ -19,6 +19,9 @@ struct OperandLayout {
     static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
         return chunk / 8 * kColumnBytes + row * 128 + ((chunk ^ row) & 7) * 16;
     }
+
+    /// As TileLayout's.
+    static __device__ __forceinline__ uint32_t down(uint32_t address, int rows) { return (address ^ ((rows & 7) * 16)) + rows * 128; }
 };
 
 template <int kDim_, int kGroups_, int kKeys_, int kStages_, bool kTurns_>

@@ -167,6 +167,11 @@ struct TileLayout {
         return row * kRowBytes + (kPermuted ? chunk ^ (row & 7) : chunk) * 16;
     }
 
+    /// The address of the chunk `rows` rows below, in steps of a power of two from a row of less than one step.
+    static __device__ __forceinline__ uint32_t down(uint32_t address, int rows) {
+        return (kPermuted ? address ^ ((rows & 7) * 16) : address) + rows * kRowBytes;
+    }
+
     /// The address of the chunk 2 * `pairs` further on than `address`, which must be that of chunk 0 or 1 of a row.
     static __device__ __forceinline__ uint32_t advance(uint32_t address, int pairs) {
         return kPermuted ? address ^ (pairs * 32) : address + pairs * 32;
@@ -186,12 +191,23 @@ struct TileLayout {
 template <class Layout, int kThreads>
 __device__ __forceinline__ void copy_piece(uint32_t to, const uint8_t* from, int valid, int thread) {
     constexpr int kCopies = kPieceTokens * Layout::kChunks;
+    if constexpr (kThreads % Layout::kChunks == 0) {
+        // Each thread stays in its column, so that its addresses differ by constants only.
+        constexpr int kRows = kThreads / Layout::kChunks;
+        const int row = thread / Layout::kChunks;
+        const uint32_t first = to + Layout::offset(row, thread % Layout::kChunks);
 #pragma unroll
-    for (int first = 0; first < kCopies; first += kThreads) {
-        const int i = first + thread;
-        if (kCopies % kThreads == 0 || i < kCopies) {
-            const int row = i / Layout::kChunks;
-            copy_async(to + Layout::offset(row, i % Layout::kChunks), from + i * 16, row < valid ? 16 : 0);
+        for (int down = 0; down < kPieceTokens; down += kRows) {
+            copy_async(Layout::down(first, down), from + (down * Layout::kChunks + thread) * 16, row + down < valid ? 16 : 0);
+        }
+    } else {
+#pragma unroll
+        for (int first = 0; first < kCopies; first += kThreads) {
+            const int i = first + thread;
+            if (kCopies % kThreads == 0 || i < kCopies) {
+                const int row = i / Layout::kChunks;
+                copy_async(to + Layout::offset(row, i % Layout::kChunks), from + i * 16, row < valid ? 16 : 0);
+            }
         }
     }
 }

@@ -167,13 +167,10 @@ class Setup {
     }
 
     DecodeMemory decode_memory(int log2_split) const {
-        return DecodeMemory(decode_units(starts_, contexts_, heads_.group, log2_split), heads_.kv_heads, std::min(pagedd::kUnitRows, heads_.group * q_len_max()),
-                            heads_.dim);
+        return DecodeMemory(starts_, contexts_, heads_.kv_heads, heads_.group, heads_.dim, log2_split);
     }
 
-    pagedd::DecodePlanParams plan(const DecodeMemory& memory, int log2_split) const {
-        return memory.plan(device_starts_->get(), device_contexts_->get(), static_cast<int>(contexts_.size()), log2_split, heads_.group);
-    }
+    pagedd::DecodePlanParams plan(const DecodeMemory& memory) const { return memory.plan(device_starts_->get(), device_contexts_->get()); }
 
     std::vector<pagedd::PrefillUnit> units(int tile_rows) const { return prefill_units(starts_, contexts_, heads_.group, tile_rows); }
 
@@ -193,14 +190,6 @@ class Setup {
     int layers;
 
   private:
-    int q_len_max() const {
-        int most = 0;
-        for (size_t s = 0; s < contexts_.size(); ++s) {
-            most = std::max(most, starts_[s + 1] - starts_[s]);
-        }
-        return most;
-    }
-
     Heads heads_;
     int log2_block_;
     std::vector<int32_t> contexts_;
@@ -243,12 +232,12 @@ void print_rate(const char* label, double us, double amount, const char* unit) {
 
 void time_decode(const char* label, const Setup& setup, const Kernel& kernel, int log2_split) {
     const DecodeMemory memory = setup.decode_memory(log2_split);
-    launch_plan(setup.plan(memory, log2_split), nullptr);
+    launch_plan(setup.plan(memory), nullptr);
     CUDA_OK(cudaDeviceSynchronize());
     const int grid = resident(kernel);
     const double us = median_graph_us([&](cudaStream_t stream) {
         for (int layer = 0; layer < setup.layers; ++layer) {
-            launch(kernel, grid, memory.params(setup.kv(layer), setup.queries(), log2_split), stream);
+            launch_decode(kernel, grid, memory.tile_count(), memory.params(setup.kv(layer), setup.queries()), stream);
         }
     });
     char line[160];
@@ -330,13 +319,14 @@ void bench_decode(bool variants) {
         run("smollm2-135m batch 64 context 1024", kSmol, same(64, 1024), 4, false);
         run("smollm2-135m batch 256 context 1024", kSmol, same(256, 1024), 4, false);
         const Setup guesses(kLlama3, same(64, 1024), same(64, 4), 4, false);
-        time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry_of(decode_kernels(), 128), kLog2Split);
+        time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry_of(decode_kernels(), 128), 8);
+        time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry_of(decode_kernels(), 128), 9);
     }
     const Setup setup(kLlama3, same(256, 1100), same(256, 1), 4, false);
     const DecodeMemory memory = setup.decode_memory(kLog2Split);
     const double us = median_graph_us([&](cudaStream_t stream) {
         for (int i = 0; i < 20; ++i) {
-            launch_plan(setup.plan(memory, kLog2Split), stream);
+            launch_plan(setup.plan(memory), stream);
         }
     });
     std::printf("plan of 256 sequences, context 1100: %.1f us\n", us / 20);
@@ -379,10 +369,10 @@ void profile_decode() {
     const Setup setup(kLlama3, same(64, 1024), same(64, 1), 4, false);
     const Kernel& kernel = entry_of(decode_kernels(), 128);
     const DecodeMemory memory = setup.decode_memory(kLog2Split);
-    launch_plan(setup.plan(memory, kLog2Split), nullptr);
+    launch_plan(setup.plan(memory), nullptr);
     const int grid = resident(kernel);
     for (int layer = 0; layer < 3; ++layer) {
-        launch(kernel, grid, memory.params(setup.kv(layer), setup.queries(), kLog2Split), nullptr);
+        launch_decode(kernel, grid, memory.tile_count(), memory.params(setup.kv(layer), setup.queries()), nullptr);
     }
     CUDA_OK(cudaDeviceSynchronize());
 }

@@ -1,10 +1,12 @@
 // The kernels under test, and instances of the same bodies with other tile sizes for the benchmarks.
-#include "../attention/decode.cuh"
+#include "../attention/combine.cuh"
 #include "../attention/prefill.cuh"
 #include "../attention/prefill_hopper.cuh"
 #include "support.h"
 
-#define DECODE_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_decode_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params);
+#define DECODE_ENTRY(name, dim)                                                                                                        \
+    extern "C" __global__ void pagedd_attention_decode_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params);           \
+    extern "C" __global__ void pagedd_attention_combine_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params);
 #define PREFILL_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_prefill_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params);
 #define PREFILL_SM90_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_prefill_sm90_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params);
 #define ENTRIES(name)                                                                                                       \
@@ -46,14 +48,14 @@ bool has_hopper() {
 }
 
 template <int kDim, int kWarps, int kStages>
-Kernel decode(const char* name, const void* kernel, Dtype dtype) {
+Kernel decode(const char* name, const void* kernel, const void* combine, Dtype dtype) {
     using Shape = pagedd::DecodeShape<kDim, kWarps, kStages>;
-    return Kernel{name, kernel, dtype, kDim, Shape::kThreads, Shape::kSharedBytes, pagedd::kUnitRows};
+    return Kernel{name, kernel, dtype, kDim, Shape::kThreads, Shape::kSharedBytes, pagedd::kUnitRows, combine};
 }
 
 template <class Shape>
 Kernel prefill(const char* name, const void* kernel, Dtype dtype) {
-    return Kernel{name, kernel, dtype, Shape::kDim, Shape::kThreads, Shape::kSharedBytes, Shape::kRows};
+    return Kernel{name, kernel, dtype, Shape::kDim, Shape::kThreads, Shape::kSharedBytes, Shape::kRows, nullptr};
 }
 
 const void* address(void (*kernel)(pagedd::DecodeParams)) { return reinterpret_cast<const void*>(kernel); }
@@ -63,7 +65,8 @@ const void* address(void (*kernel)(pagedd::PrefillParams)) { return reinterpret_
 
 // The same tile sizes as in attention_decode.cu and attention_prefill.cu.
 #define DECODE(name, dtype, dim, warps, stages) \
-    decode<dim, warps, stages>("decode_" #name "_d" #dim, address(pagedd_attention_decode_##name##_d##dim), dtype)
+    decode<dim, warps, stages>("decode_" #name "_d" #dim, address(pagedd_attention_decode_##name##_d##dim),             \
+                               address(pagedd_attention_combine_##name##_d##dim), dtype)
 #define PREFILL(name, dtype, dim, warps, row_tiles, keys, slots)                                                         \
     prefill<pagedd::PrefillShape<dim, warps, row_tiles, keys, slots>>("prefill_" #name "_d" #dim,                        \
                                                                       address(pagedd_attention_prefill_##name##_d##dim), dtype)
@@ -94,23 +97,23 @@ const std::vector<Kernel>& prefill_kernels() {
 
 const std::vector<Kernel>& prefill_hopper_kernels() {
     static const std::vector<Kernel> kernels = {
-        PREFILL_SM90(bf16, Dtype::kBf16, 64, 2, 128, 2), PREFILL_SM90(bf16, Dtype::kBf16, 128, 2, 128, 2), PREFILL_SM90(bf16, Dtype::kBf16, 256, 2, 64, 2),
-        PREFILL_SM90(f16, Dtype::kF16, 64, 2, 128, 2),   PREFILL_SM90(f16, Dtype::kF16, 128, 2, 128, 2),   PREFILL_SM90(f16, Dtype::kF16, 256, 2, 64, 2),
+        PREFILL_SM90(bf16, Dtype::kBf16, 64, 3, 64, 4), PREFILL_SM90(bf16, Dtype::kBf16, 128, 3, 64, 3), PREFILL_SM90(bf16, Dtype::kBf16, 256, 2, 64, 2),
+        PREFILL_SM90(f16, Dtype::kF16, 64, 3, 64, 4),   PREFILL_SM90(f16, Dtype::kF16, 128, 3, 64, 3),   PREFILL_SM90(f16, Dtype::kF16, 256, 2, 64, 2),
     };
     static const std::vector<Kernel> none;
     return has_hopper() ? kernels : none;
 }
 
 #define DECODE_VARIANT(warps, stages, ctas) \
-    decode<128, warps, stages>("w" #warps " s" #stages " c" #ctas, address(decode_variant<128, warps, stages, ctas>), Dtype::kBf16)
+    decode<128, warps, stages>("w" #warps " s" #stages " c" #ctas, address(decode_variant<128, warps, stages, ctas>), \
+                               address(pagedd_attention_combine_bf16_d128), Dtype::kBf16)
 #define PREFILL_VARIANT(warps, row_tiles, keys, slots, ctas)                    \
     prefill<pagedd::PrefillShape<128, warps, row_tiles, keys, slots>>(          \
         "w" #warps " r" #row_tiles " k" #keys " s" #slots " c" #ctas,           \
         address(prefill_variant<pagedd::PrefillShape<128, warps, row_tiles, keys, slots>, ctas>), Dtype::kBf16)
 
 const std::vector<Kernel>& decode_variants() {
-    static const std::vector<Kernel> kernels = {DECODE_VARIANT(4, 2, 3), DECODE_VARIANT(4, 3, 2), DECODE_VARIANT(2, 4, 3), DECODE_VARIANT(2, 2, 6),
-                                                DECODE_VARIANT(1, 2, 12)};
+    static const std::vector<Kernel> kernels = {DECODE_VARIANT(4, 2, 3), DECODE_VARIANT(4, 3, 2), DECODE_VARIANT(4, 2, 2)};
     return kernels;
 }
 
@@ -125,8 +128,7 @@ const std::vector<Kernel>& prefill_variants() {
         address(prefill_hopper_variant<pagedd::HopperShape<128, groups, keys, stages, turns>>), Dtype::kBf16)
 
 const std::vector<Kernel>& prefill_hopper_variants() {
-    static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2, true), HOPPER_VARIANT(2, 128, 2, false), HOPPER_VARIANT(3, 64, 3, true),
-                                                HOPPER_VARIANT(3, 64, 3, false)};
+    static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2, true), HOPPER_VARIANT(3, 64, 2, true), HOPPER_VARIANT(3, 64, 4, true)};
     static const std::vector<Kernel> none;
     return has_hopper() ? kernels : none;
 }

@@ -41,34 +41,55 @@ inline std::vector<pagedd::PrefillUnit> prefill_units(const std::vector<int32_t>
     return units;
 }
 
-/// Plan, partial results and counters of a decode launch. Partial results begin as NaN, so that one that is read before it was written shows.
+/// Plan and partial results of a decode launch. Partial results begin as NaN, so that one that is read before it was written shows.
 struct DecodeMemory {
     Device<pagedd::DecodeUnit> units;
     Device<int32_t> unit_count;
+    Device<pagedd::DecodeTile> tiles;
     Device<float> partial_out;
     Device<float> partial_sums;
-    Device<uint32_t> arrivals;
+    int sequences;
     int rows_per_unit;
+    int log2_split;
+    int group;
 
-    DecodeMemory(int max_units, int kv_heads, int rows, int dim)
+    DecodeMemory(const std::vector<int32_t>& starts, const std::vector<int32_t>& contexts, int kv_heads, int group_, int dim, int log2_split_)
+        : DecodeMemory(std::max(1, decode_units(starts, contexts, group_, log2_split_)), static_cast<int>(contexts.size()), most_rows(starts, group_), kv_heads,
+                       group_, dim, log2_split_) {}
+
+    pagedd::DecodePlanParams plan(const int32_t* starts, const int32_t* contexts) const {
+        return {starts,    contexts,  units.get(), unit_count.get(), tiles.get(), sequences, static_cast<int32_t>(units.count()), tile_count() / sequences,
+                log2_split, group, 0};
+    }
+
+    pagedd::DecodeParams params(const pagedd::PagedKv& kv, const pagedd::Queries& queries) const {
+        return {kv,        queries, units.get(), unit_count.get(), tiles.get(), partial_out.get(), partial_sums.get(), static_cast<int32_t>(units.count()),
+                rows_per_unit, log2_split, 0};
+    }
+
+    int tile_count() const { return static_cast<int>(tiles.count()); }
+
+  private:
+    static int most_rows(const std::vector<int32_t>& starts, int group) {
+        int most = 0;
+        for (size_t s = 0; s + 1 < starts.size(); ++s) {
+            most = std::max(most, (starts[s + 1] - starts[s]) * group);
+        }
+        return most;
+    }
+
+    DecodeMemory(int max_units, int sequences_, int rows, int kv_heads, int group_, int dim, int log2_split_)
         : units(max_units),
           unit_count(1),
-          partial_out(static_cast<size_t>(max_units) * kv_heads * rows * dim),
-          partial_sums(static_cast<size_t>(max_units) * kv_heads * rows * 2),
-          arrivals(static_cast<size_t>(max_units) * kv_heads),
-          rows_per_unit(rows) {
+          tiles(static_cast<size_t>(sequences_) * ceil_div(rows, pagedd::kUnitRows)),
+          partial_out(static_cast<size_t>(max_units) * kv_heads * std::min(rows, pagedd::kUnitRows) * dim),
+          partial_sums(static_cast<size_t>(max_units) * kv_heads * std::min(rows, pagedd::kUnitRows) * 2),
+          sequences(sequences_),
+          rows_per_unit(std::min(rows, pagedd::kUnitRows)),
+          log2_split(log2_split_),
+          group(group_) {
         partial_out.fill(0xff);
         partial_sums.fill(0xff);
-        arrivals.fill(0);
-    }
-
-    pagedd::DecodePlanParams plan(const int32_t* starts, const int32_t* contexts, int sequences, int log2_split, int group) const {
-        return {starts, contexts, units.get(), unit_count.get(), sequences, static_cast<int32_t>(units.count()), log2_split, group};
-    }
-
-    pagedd::DecodeParams params(const pagedd::PagedKv& kv, const pagedd::Queries& queries, int log2_split) const {
-        return {kv, queries, units.get(), unit_count.get(), partial_out.get(), partial_sums.get(), arrivals.get(), static_cast<int32_t>(units.count()),
-                rows_per_unit, log2_split, 0};
     }
 };
 

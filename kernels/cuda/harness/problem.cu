@@ -30,14 +30,6 @@ std::vector<int32_t> contexts_of(const std::vector<Sequence>& sequences) {
     return contexts;
 }
 
-int largest_rows(const std::vector<Sequence>& sequences, int group) {
-    int rows = 1;
-    for (const Sequence& s : sequences) {
-        rows = std::max(rows, std::min(pagedd::kUnitRows, s.q_len * group));
-    }
-    return rows;
-}
-
 }  // namespace
 
 std::string Shape::text() const {
@@ -143,37 +135,29 @@ std::vector<uint16_t> Problem::decode(const Kernel& kernel, int grid, const std:
     const std::vector<int32_t> contexts = contexts_of(sequences);
     const Device<int32_t> device_starts(starts);
     const Device<int32_t> device_contexts(contexts);
-    const int units = decode_units(starts, contexts, shape_.group, log2_split_);
-    const DecodeMemory memory(units, shape_.kv_heads, largest_rows(sequences, shape_.group), shape_.dim);
+    const DecodeMemory memory(starts, contexts, shape_.kv_heads, shape_.group, shape_.dim, log2_split_);
     poison_output();
-    launch_plan(memory.plan(device_starts.get(), device_contexts.get(), static_cast<int>(sequences.size()), log2_split_, shape_.group), nullptr);
-    launch(kernel, grid, memory.params(kv(first_sequence), queries(first_token), log2_split_), nullptr);
+    launch_plan(memory.plan(device_starts.get(), device_contexts.get()), nullptr);
+    launch_decode(kernel, grid, memory.tile_count(), memory.params(kv(first_sequence), queries(first_token)), nullptr);
     CUDA_OK(cudaGetLastError());
     CUDA_OK(cudaDeviceSynchronize());
+    const int units = decode_units(starts, contexts, shape_.group, log2_split_);
     if (memory.unit_count.download()[0] != units) {
         std::printf("  plan has %d units, expected %d\n", memory.unit_count.download()[0], units);
         return {};
-    }
-    for (const uint32_t count : memory.arrivals.download()) {
-        if (count != 0) {
-            std::printf("  an arrival counter is left at %u\n", count);
-            return {};
-        }
     }
     return device_out_->download();
 }
 
 std::vector<uint16_t> Problem::decode_in_graph(const Kernel& kernel, int grid, const std::vector<Sequence>& sequences) {
-    const std::vector<int32_t> starts = starts_of(sequences_);
-    Device<int32_t> device_starts(starts);
+    Device<int32_t> device_starts(starts_of(sequences_));
     Device<int32_t> device_contexts(contexts_of(sequences_));
-    const int units = decode_units(starts, contexts_of(sequences_), shape_.group, log2_split_);
-    const DecodeMemory memory(units, shape_.kv_heads, largest_rows(sequences_, shape_.group), shape_.dim);
+    const DecodeMemory memory(starts_of(sequences_), contexts_of(sequences_), shape_.kv_heads, shape_.group, shape_.dim, log2_split_);
     cudaStream_t stream;
     CUDA_OK(cudaStreamCreate(&stream));
     CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    launch_plan(memory.plan(device_starts.get(), device_contexts.get(), static_cast<int>(sequences_.size()), log2_split_, shape_.group), stream);
-    launch(kernel, grid, memory.params(kv(0), queries(0), log2_split_), stream);
+    launch_plan(memory.plan(device_starts.get(), device_contexts.get()), stream);
+    launch_decode(kernel, grid, memory.tile_count(), memory.params(kv(0), queries(0)), stream);
     cudaGraph_t graph;
     CUDA_OK(cudaStreamEndCapture(stream, &graph));
     cudaGraphExec_t replay;

@@ -35,7 +35,8 @@ struct Kernel {
     int dim;
     int threads;
     int shared_bytes;
-    int tile_rows;  // packed rows of a CTA's unit
+    int tile_rows;        // packed rows of a CTA's unit
+    const void* combine;  // the kernel that runs after a decode kernel
 };
 
 /// The entry points in the fatbins, and other tile sizes of head_dim 128 in bf16 for comparison.
@@ -57,6 +58,14 @@ void launch(const Kernel& kernel, int grid, const Params& params, cudaStream_t s
     Params copy = params;
     void* arguments[] = {&copy};
     CUDA_OK(cudaLaunchKernel(kernel.kernel, dim3(grid), dim3(kernel.threads), arguments, kernel.shared_bytes, stream));
+}
+
+/// Decode and what combines its splits; `tiles` is sequences * tiles_per_sequence of the plan.
+inline void launch_decode(const Kernel& kernel, int grid, int tiles, const pagedd::DecodeParams& params, cudaStream_t stream) {
+    launch(kernel, grid, params, stream);
+    pagedd::DecodeParams copy = params;
+    void* arguments[] = {&copy};
+    CUDA_OK(cudaLaunchKernel(kernel.combine, dim3(tiles * params.kv.kv_heads), dim3(128), arguments, 0, stream));
 }
 
 inline void launch_plan(const pagedd::DecodePlanParams& params, cudaStream_t stream) {
