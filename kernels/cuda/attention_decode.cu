@@ -2,9 +2,9 @@
 // `pagedd_attention_decode_{bf16,f16}_d{64,80,96,128,256}` and `pagedd_attention_combine_{bf16,f16}_d{64,80,96,128,256}`.
 #include "attention/combine.cuh"
 
-// Warps and ring stages of a CTA: rings of about 64 KiB, so that three CTAs fit an SM of sm_90, two one of sm_80 and one one of sm_89.
+// Warps and ring stages of a CTA: rings of about 64 KiB, so that two CTAs fit an SM of sm_80 and sm_90 and one fits one of sm_89.
 #define PAGEDD_DECODE(name, type, dim, warps, stages)                                                                             \
-    extern "C" __global__ void __launch_bounds__(warps * 32, 3)                                                                   \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 2)                                                                   \
         pagedd_attention_decode_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params) {                            \
         pagedd::decode_attention<pagedd::type, dim, warps, stages>(params);                                                       \
     }                                                                                                                             \

@@ -4,7 +4,7 @@
 
 namespace pagedd {
 
-constexpr int kCombineThreads = 128;
+constexpr int kCombineThreads = 256;
 /// Splits that a thread loads at once.
 constexpr int kCombineRun = 8;
 
@@ -30,8 +30,9 @@ struct Merged {
     }
 };
 
-/// One CTA per tile of packed rows and KV head. A team of threads holds a row, four columns a thread. Runs of eight splits go to the teams in turn; the
-/// teams' sums are merged in their order. Up to eight splits are one run, and each team takes rows of its own.
+/// CTA (x, y) has tile x / kv_heads of KV head x % kv_heads, and of its rows y, y + gridDim.y, ...: more CTAs are faster where few tiles have many
+/// splits, and do not change the bits. A team of threads holds a row, four columns a thread. Runs of eight splits go to the teams in turn; the teams'
+/// sums are merged in their order. Up to eight splits are one run, and each team takes rows of its own.
 template <typename T, int kDim>
 __device__ __forceinline__ void combine_attention(const DecodeParams& params) {
     constexpr int kTeam = kDim / 4;
@@ -40,6 +41,8 @@ __device__ __forceinline__ void combine_attention(const DecodeParams& params) {
     const int kv_heads = params.kv.kv_heads;
     const int kv_head = blockIdx.x % kv_heads;
     const DecodeTile tile = params.tiles[blockIdx.x / kv_heads];
+    // Also where there is nothing to do: this kernel must not end before the one that the next kernel relies on.
+    wait_for_previous_kernel();
     if (tile.splits == 0) {
         return;
     }
@@ -75,14 +78,14 @@ __device__ __forceinline__ void combine_attention(const DecodeParams& params) {
     };
 
     if (tile.splits <= kCombineRun) {
-        for (int row = team; team < kTeams && row < tile.rows; row += kTeams) {
+        for (int row = blockIdx.y + team * gridDim.y; team < kTeams && row < tile.rows; row += kTeams * gridDim.y) {
             Merged own = Merged::empty();
             take_run(own, row, 0);
             write(own, row);
         }
         return;
     }
-    for (int row = 0; row < tile.rows; ++row) {
+    for (int row = blockIdx.y; row < tile.rows; row += gridDim.y) {
         if (team < kTeams) {
             Merged own = Merged::empty();
             for (int run = team * kCombineRun; run < tile.splits; run += kTeams * kCombineRun) {

@@ -296,6 +296,7 @@ __device__ __forceinline__ void decode_attention(const DecodeParams& params) {
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const uint32_t ring = shared_address(rings) + warp * Shape::kRingBytes;
+    let_next_kernel_start();
     if (warp == 0) {
         copy_descriptions(shared.list, params, 0, lane);
         copy_descriptions(shared.list, params, kListed / 2, lane);
@@ -365,6 +366,9 @@ __device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
     __shared__ Scan warps;
     __shared__ int whole_before[kThreads];
     __shared__ int rest_before[kThreads];
+    __shared__ int context_of[kThreads];
+    __shared__ int first_query_of[kThreads];
+    __shared__ int q_len_of[kThreads];
     __shared__ int chunk_whole;
     __shared__ int chunk_rest;
     const int warp = threadIdx.x / 32;
@@ -391,8 +395,12 @@ __device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
         const int s = chunk + threadIdx.x;
         const bool real = s < params.sequences;
         const int context = real ? params.contexts[s] : 0;
-        const int rows = real ? (params.starts[s + 1] - params.starts[s]) * params.group : 0;
-        const int tiles = (rows + kUnitRows - 1) / kUnitRows;
+        const int first = real ? params.starts[s] : 0;
+        const int q_count = real ? params.starts[s + 1] - first : 0;
+        const int tiles = (q_count * params.group + kUnitRows - 1) / kUnitRows;
+        context_of[threadIdx.x] = context;
+        first_query_of[threadIdx.x] = first;
+        q_len_of[threadIdx.x] = q_count;
         int whole = tiles * (context >> params.log2_split);
         int rest = context % split_tokens == 0 ? 0 : tiles;
         const int own_whole = whole;
@@ -428,9 +436,9 @@ __device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
         // A warp per sequence: a thread per sequence would let one long context hold up the others.
         for (int of = warp; of < min(kThreads, params.sequences - chunk); of += kThreads / 32) {
             const int sequence = chunk + of;
-            const int tokens = params.contexts[sequence];
-            const int first_query = params.starts[sequence];
-            const int q_len = params.starts[sequence + 1] - first_query;
+            const int tokens = context_of[of];
+            const int first_query = first_query_of[of];
+            const int q_len = q_len_of[of];
             const int row_tiles = (q_len * params.group + kUnitRows - 1) / kUnitRows;
             const int whole_splits = tokens >> params.log2_split;
             const int splits = whole_splits + (tokens % split_tokens != 0);

@@ -73,7 +73,8 @@ struct DecodePlanParams {
 };
 
 /// `pagedd_attention_decode_*`: a persistent grid of any size; CTA c takes units c, c + grid, ... of unit_count * kv_heads.
-/// `pagedd_attention_combine_*` after it, with the same parameters: grid = sequences * tiles_per_sequence * kv_heads.
+/// `pagedd_attention_combine_*` after it, with the same parameters, on 256 threads: grid x = sequences * tiles_per_sequence * kv_heads, grid y at will up
+/// to rows_per_unit (about 4,096 / x is good). It may be launched with programmatic stream serialization.
 struct DecodeParams {
     PagedKv kv;
     Queries queries;

@@ -18,6 +18,22 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// ---- order between kernels ----
+
+/// Waits for the kernel before this one, where it was launched with programmatic stream serialization; else there is nothing to wait for.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Lets the next kernel's CTAs come onto the card early. They must wait_for_previous_kernel before they read what this one writes.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // ---- cp.async ----
 
 /// Copies 16 bytes from global to shared memory past L1; `bytes` = 0 writes zeros and reads nothing.

@@ -8,11 +8,12 @@
     extern "C" __global__ void pagedd_attention_decode_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params);           \
     extern "C" __global__ void pagedd_attention_combine_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params);
 #define PREFILL_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_prefill_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params);
-#define PREFILL_SM90_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_prefill_sm90_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params);
+#define PREFILL_SM90_ENTRY(name, dim, rows) \
+    extern "C" __global__ void pagedd_attention_prefill_sm90_##name##_d##dim##_r##rows(const __grid_constant__ pagedd::PrefillParams params);
 #define ENTRIES(name)                                                                                                       \
     DECODE_ENTRY(name, 64) DECODE_ENTRY(name, 80) DECODE_ENTRY(name, 96) DECODE_ENTRY(name, 128) DECODE_ENTRY(name, 256)    \
     PREFILL_ENTRY(name, 64) PREFILL_ENTRY(name, 80) PREFILL_ENTRY(name, 96) PREFILL_ENTRY(name, 128) PREFILL_ENTRY(name, 256) \
-    PREFILL_SM90_ENTRY(name, 64) PREFILL_SM90_ENTRY(name, 128) PREFILL_SM90_ENTRY(name, 256)
+    PREFILL_SM90_ENTRY(name, 64, 128) PREFILL_SM90_ENTRY(name, 128, 192) PREFILL_SM90_ENTRY(name, 128, 128) PREFILL_SM90_ENTRY(name, 256, 128)
 ENTRIES(bf16)
 ENTRIES(f16)
 extern "C" __global__ void pagedd_attention_decode_plan(const __grid_constant__ pagedd::DecodePlanParams params);
@@ -91,14 +92,16 @@ const std::vector<Kernel>& prefill_kernels() {
     return kernels;
 }
 
-#define PREFILL_SM90(name, dtype, dim, groups, keys, stages)                                                                 \
-    prefill<pagedd::HopperShape<dim, groups, keys, stages, true>>("prefill_sm90_" #name "_d" #dim,                                \
-                                                            address(pagedd_attention_prefill_sm90_##name##_d##dim), dtype)
+#define PREFILL_SM90(name, dtype, dim, rows, keys, stages)                                                                  \
+    prefill<pagedd::HopperShape<dim, rows / 64, keys, stages, true>>("prefill_sm90_" #name "_d" #dim "_r" #rows,            \
+                                                                     address(pagedd_attention_prefill_sm90_##name##_d##dim##_r##rows), dtype)
 
 const std::vector<Kernel>& prefill_hopper_kernels() {
     static const std::vector<Kernel> kernels = {
-        PREFILL_SM90(bf16, Dtype::kBf16, 64, 3, 64, 4), PREFILL_SM90(bf16, Dtype::kBf16, 128, 3, 64, 3), PREFILL_SM90(bf16, Dtype::kBf16, 256, 2, 64, 2),
-        PREFILL_SM90(f16, Dtype::kF16, 64, 3, 64, 4),   PREFILL_SM90(f16, Dtype::kF16, 128, 3, 64, 3),   PREFILL_SM90(f16, Dtype::kF16, 256, 2, 64, 2),
+        PREFILL_SM90(bf16, Dtype::kBf16, 64, 128, 128, 2),  PREFILL_SM90(bf16, Dtype::kBf16, 128, 192, 64, 3),
+        PREFILL_SM90(bf16, Dtype::kBf16, 128, 128, 128, 2), PREFILL_SM90(bf16, Dtype::kBf16, 256, 128, 64, 2),
+        PREFILL_SM90(f16, Dtype::kF16, 64, 128, 128, 2),    PREFILL_SM90(f16, Dtype::kF16, 128, 192, 64, 3),
+        PREFILL_SM90(f16, Dtype::kF16, 128, 128, 128, 2),   PREFILL_SM90(f16, Dtype::kF16, 256, 128, 64, 2),
     };
     static const std::vector<Kernel> none;
     return has_hopper() ? kernels : none;
@@ -113,7 +116,7 @@ const std::vector<Kernel>& prefill_hopper_kernels() {
         address(prefill_variant<pagedd::PrefillShape<128, warps, row_tiles, keys, slots>, ctas>), Dtype::kBf16)
 
 const std::vector<Kernel>& decode_variants() {
-    static const std::vector<Kernel> kernels = {DECODE_VARIANT(4, 2, 3), DECODE_VARIANT(4, 3, 2), DECODE_VARIANT(4, 2, 2)};
+    static const std::vector<Kernel> kernels = {DECODE_VARIANT(4, 2, 3), DECODE_VARIANT(4, 3, 2)};
     return kernels;
 }
 
@@ -128,7 +131,7 @@ const std::vector<Kernel>& prefill_variants() {
         address(prefill_hopper_variant<pagedd::HopperShape<128, groups, keys, stages, turns>>), Dtype::kBf16)
 
 const std::vector<Kernel>& prefill_hopper_variants() {
-    static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2, true), HOPPER_VARIANT(3, 64, 2, true), HOPPER_VARIANT(3, 64, 4, true)};
+    static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2, true), HOPPER_VARIANT(3, 64, 4, true)};
     static const std::vector<Kernel> none;
     return has_hopper() ? kernels : none;
 }

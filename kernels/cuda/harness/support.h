@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -60,12 +61,23 @@ void launch(const Kernel& kernel, int grid, const Params& params, cudaStream_t s
     CUDA_OK(cudaLaunchKernel(kernel.kernel, dim3(grid), dim3(kernel.threads), arguments, kernel.shared_bytes, stream));
 }
 
-/// Decode and what combines its splits; `tiles` is sequences * tiles_per_sequence of the plan.
-inline void launch_decode(const Kernel& kernel, int grid, int tiles, const pagedd::DecodeParams& params, cudaStream_t stream) {
+/// Decode and what combines its splits; `tiles` is sequences * tiles_per_sequence of the plan. `early`: the second kernel's CTAs come while the first
+/// still runs, where the card can do that.
+inline void launch_decode(const Kernel& kernel, int grid, int tiles, const pagedd::DecodeParams& params, cudaStream_t stream, bool early = true) {
     launch(kernel, grid, params, stream);
     pagedd::DecodeParams copy = params;
     void* arguments[] = {&copy};
-    CUDA_OK(cudaLaunchKernel(kernel.combine, dim3(tiles * params.kv.kv_heads), dim3(128), arguments, 0, stream));
+    const int x = tiles * params.kv.kv_heads;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(x, std::clamp(4096 / x, 1, params.rows_per_unit));
+    config.blockDim = dim3(256);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = early ? 1 : 0;
+    CUDA_OK(cudaLaunchKernelExC(&config, kernel.combine, arguments));
 }
 
 inline void launch_plan(const pagedd::DecodePlanParams& params, cudaStream_t stream) {
