@@ -30,9 +30,9 @@ struct Merged {
     }
 };
 
-/// CTA (x, y) has tile x / kv_heads of KV head x % kv_heads, and of its rows y, y + gridDim.y, ...: more CTAs are faster where few tiles have many
-/// splits, and do not change the bits. A team of threads holds a row, four columns a thread. Runs of eight splits go to the teams in turn; the teams'
-/// sums are merged in their order. Up to eight splits are one run, and each team takes rows of its own.
+/// CTA (x, y) has tile x / kv_heads of KV head x % kv_heads. A team of threads holds a row, four columns a thread. Up to eight splits are one run: each
+/// team of CTA y = 0 takes rows of its own. More splits are runs that go to the teams in turn, whose sums are merged in their order: CTA y takes rows y,
+/// y + gridDim.y, ... A larger grid y is faster where few tiles have many splits, and does not change the bits.
 template <typename T, int kDim>
 __device__ __forceinline__ void combine_attention(const DecodeParams& params) {
     constexpr int kTeam = kDim / 4;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void combine_attention(const DecodeParams& params) {
     };
 
     if (tile.splits <= kCombineRun) {
-        for (int row = blockIdx.y + team * gridDim.y; team < kTeams && row < tile.rows; row += kTeams * gridDim.y) {
+        for (int row = team; blockIdx.y == 0 && team < kTeams && row < tile.rows; row += kTeams) {
             Merged own = Merged::empty();
             take_run(own, row, 0);
             write(own, row);

@@ -296,6 +296,7 @@ __device__ __forceinline__ void decode_attention(const DecodeParams& params) {
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const uint32_t ring = shared_address(rings) + warp * Shape::kRingBytes;
+    wait_for_previous_kernel();
     let_next_kernel_start();
     if (warp == 0) {
         copy_descriptions(shared.list, params, 0, lane);
@@ -373,6 +374,7 @@ __device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
     __shared__ int chunk_rest;
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
+    wait_for_previous_kernel();
 
     // The rests begin where the whole splits of all sequences end: count those first.
     const int split_tokens = 1 << params.log2_split;

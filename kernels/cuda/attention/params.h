@@ -4,6 +4,7 @@
 // written). A *packed row* is one query head of one query token: with `group` query heads per KV head, row r of a sequence and KV head is
 // query token r / group, query head kv_head * group + r % group. Packing fills the 16 rows of a tensor-core tile with heads that read
 // the same keys.
+// On sm_90 each kernel may be launched with programmatic stream serialization: it waits for the one before it.
 #pragma once
 #include <cstdint>
 
@@ -74,7 +75,7 @@ struct DecodePlanParams {
 
 /// `pagedd_attention_decode_*`: a persistent grid of any size; CTA c takes units c, c + grid, ... of unit_count * kv_heads.
 /// `pagedd_attention_combine_*` after it, with the same parameters, on 256 threads: grid x = sequences * tiles_per_sequence * kv_heads, grid y at will up
-/// to rows_per_unit (about 4,096 / x is good). It may be launched with programmatic stream serialization.
+/// to rows_per_unit (2,048 / x is good).
 struct DecodeParams {
     PagedKv kv;
     Queries queries;

@@ -261,6 +261,7 @@ __device__ __forceinline__ void prefill_attention(const PrefillParams& params) {
     extern __shared__ __align__(1024) uint8_t shared[];
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
+    wait_for_previous_kernel();
     const PrefillUnit unit = params.units[blockIdx.x / params.kv.kv_heads];
     const PrefillTile tile(params, unit, blockIdx.x % params.kv.kv_heads, Shape::kRows);
 

@@ -292,6 +292,7 @@ __device__ __forceinline__ void compute_rows(const PrefillParams& params, const 
 template <typename T, class Shape>
 __device__ __forceinline__ void prefill_attention_hopper(const PrefillParams& params) {
     extern __shared__ __align__(1024) uint8_t shared[];
+    wait_for_previous_kernel();
     const PrefillUnit unit = params.units[blockIdx.x / params.kv.kv_heads];
     const PrefillTile tile(params, unit, blockIdx.x % params.kv.kv_heads, Shape::kRows);
     const uint32_t base = shared_address(shared);

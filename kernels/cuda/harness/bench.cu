@@ -324,6 +324,20 @@ void bench_decode(bool variants) {
         time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry_of(decode_kernels(), 128), 8);
         time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry_of(decode_kernels(), 128), 9);
     }
+    if (!variants) {
+        // From how many queries on a chunk is better off with the prefill kernels.
+        for (const int queries : {4, 16, 32, 64}) {
+            const Setup chunk(kLlama3, same(1, 4096), same(1, queries), 4, false);
+            const std::string label = "8b " + std::to_string(queries) + " queries at context 4096";
+            time_decode(label.c_str(), chunk, entry_of(decode_kernels(), 128), 8);
+            time_prefill(label.c_str(), chunk, entry_of(prefill_kernels(), 128));
+            for (const Kernel& kernel : prefill_hopper_kernels()) {
+                if (kernel.dim == 128 && kernel.dtype == Dtype::kBf16) {
+                    time_prefill(label.c_str(), chunk, kernel);
+                }
+            }
+        }
+    }
     const Setup setup(kLlama3, same(256, 1100), same(256, 1), 4, false);
     const DecodeMemory memory = setup.decode_memory(kLog2Split);
     const double us = median_graph_us([&](cudaStream_t stream) {

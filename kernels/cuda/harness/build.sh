@@ -13,5 +13,5 @@ for source in "$here"/../attention_decode.cu "$here"/../attention_prefill.cu "$h
         "$nvcc" -O3 -std=c++17 -lineinfo -Xptxas -v -gencode="arch=compute_$arch,code=sm_$arch" -c "$source" -o "$object" 2>"$object.log" || { cat "$object.log"; exit 1; }
     fi
 done
-"$nvcc" -gencode="arch=compute_$arch,code=sm_$arch" -cudart static -o "$out/attention_harness" "$out"/*.o -ldl -lpthread
+"$nvcc" -gencode="arch=compute_$arch,code=sm_$arch" -cudart static -L"$(dirname "$nvcc")/../lib" -o "$out/attention_harness" "$out"/*.o -ldl -lpthread
 strip "$out/attention_harness"

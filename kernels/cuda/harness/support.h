@@ -72,7 +72,7 @@ inline void launch_decode(const Kernel& kernel, int grid, int tiles, const paged
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(x, std::clamp(4096 / x, 1, params.rows_per_unit));
+    config.gridDim = dim3(x, std::clamp(2048 / x, 1, params.rows_per_unit));
     config.blockDim = dim3(256);
     config.stream = stream;
     config.attrs = &attribute;
