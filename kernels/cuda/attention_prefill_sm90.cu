@@ -1,4 +1,4 @@
-// Paged prefill attention on sm_90a: entry points `pagedd_attention_prefill_sm90_{bf16,f16}_{d64_r128,d128_r192,d128_r128,d256_r128}`, where r is the packed
+// Paged prefill attention on sm_90a: entry points `pagedd_attention_prefill_sm90_{bf16,f16}_{d64_r128,d128_r192,d128_r128,d128_r64,d256_r128}`, where r is the packed
 // rows of a CTA. In the fatbin's other parts they trap: elsewhere, and for the other head sizes, attention_prefill.cu does the work.
 #include "attention/prefill_hopper.cuh"
 
@@ -8,18 +8,19 @@
 #define PAGEDD_ON_SM90(...) __trap()
 #endif
 
-// At head_dim 128 three warpgroups with 64 keys are faster than two with 128, but need more rows to fill the card: r192 for two CTAs an SM and more.
-#define PAGEDD_PREFILL_SM90(name, type, dim, rows, keys, stages)                                                                               \
-    extern "C" __global__ void __launch_bounds__(rows * 2 + 128, 1)                                                                            \
+// At head_dim 128 more rows are faster, if there are enough of them to fill the card; which kernel takes a row does not change its bits.
+#define PAGEDD_PREFILL_SM90(name, type, dim, rows, keys, stages, ctas)                                                                         \
+    extern "C" __global__ void __launch_bounds__(rows * 2 + 128, ctas)                                                                         \
         pagedd_attention_prefill_sm90_##name##_d##dim##_r##rows(const __grid_constant__ pagedd::PrefillParams params) {                        \
-        PAGEDD_ON_SM90(pagedd::prefill_attention_hopper<pagedd::type, pagedd::HopperShape<dim, rows / 64, keys, stages, true>>(params));       \
+        PAGEDD_ON_SM90(pagedd::prefill_attention_hopper<pagedd::type, pagedd::HopperShape<dim, rows / 64, keys, stages, ctas>>(params));       \
     }
 
-#define PAGEDD_PREFILL_SM90_DIMS(name, type)        \
-    PAGEDD_PREFILL_SM90(name, type, 64, 128, 128, 2)  \
-    PAGEDD_PREFILL_SM90(name, type, 128, 192, 64, 3)  \
-    PAGEDD_PREFILL_SM90(name, type, 128, 128, 128, 2) \
-    PAGEDD_PREFILL_SM90(name, type, 256, 128, 64, 2)
+#define PAGEDD_PREFILL_SM90_DIMS(name, type)           \
+    PAGEDD_PREFILL_SM90(name, type, 64, 128, 128, 2, 1)  \
+    PAGEDD_PREFILL_SM90(name, type, 128, 192, 64, 3, 1)  \
+    PAGEDD_PREFILL_SM90(name, type, 128, 128, 64, 4, 1)  \
+    PAGEDD_PREFILL_SM90(name, type, 128, 64, 64, 3, 2)   \
+    PAGEDD_PREFILL_SM90(name, type, 256, 128, 64, 2, 1)
 
 PAGEDD_PREFILL_SM90_DIMS(bf16, Bf16)
 PAGEDD_PREFILL_SM90_DIMS(f16, F16)

@@ -24,13 +24,17 @@ struct OperandLayout {
     static __device__ __forceinline__ uint32_t down(uint32_t address, int rows) { return (address ^ ((rows & 7) * 16)) + rows * 128; }
 };
 
-template <int kDim_, int kGroups_, int kKeys_, int kStages_, bool kTurns_>
+template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kCtas_>
 struct HopperShape {
     static constexpr int kDim = kDim_;
     static constexpr int kGroups = kGroups_;  // warpgroups that compute
     static constexpr int kKeys = kKeys_;      // tokens of a K or V tile
     static constexpr int kStages = kStages_;  // of one K and one V tile each
-    static constexpr bool kTurns = kTurns_;   // the groups' products follow one another, so that one's softmax falls into the others' products
+    static constexpr int kCtas = kCtas_;      // an SM
+    /// The groups' products follow one another, so that one's softmax falls into the others' products.
+    static constexpr bool kTurns = kGroups > 1;
+    static constexpr int kProducerRegisters = 40;
+    static constexpr int kRegisters = (65536 / 128 / kCtas - kProducerRegisters) / kGroups / 8 * 8;
     static constexpr int kRows = kGroups * 64;
     static constexpr int kThreads = (kGroups + 1) * 128;
     static constexpr int kSlots = 2 * kStages;
@@ -41,6 +45,7 @@ struct HopperShape {
     static constexpr int kPieceBytes = kPieceTokens * 128;  // from a piece of 16 tokens to the next, in each block of columns
     static constexpr int kSharedBytes = kQueryBytes + kSlots * kSlotBytes + 2 * kSlots * 8;
     static_assert(kDim % 64 == 0, "columns come in blocks of 64");
+    static_assert(kStages >= 2, "a tile is handed over once the next is started, for which V of the tile before must not be waited for");
 };
 
 /// The barriers of the ring: slot 2s holds K of stage s, slot 2s + 1 its V.
@@ -305,10 +310,10 @@ __device__ __forceinline__ void prefill_attention_hopper(const PrefillParams& pa
     }
     __syncthreads();
     if (threadIdx.x >= Shape::kGroups * 128) {
-        give_registers<40>();
+        give_registers<Shape::kProducerRegisters>();
         fill_ring<Shape>(params.kv, unit.sequence, tile, ring);
     } else {
-        take_registers<(65536 / 128 - 40) / Shape::kGroups / 8 * 8>();
+        take_registers<Shape::kRegisters>();
         const int group = threadIdx.x / 128;
         compute_rows<T, Shape>(params, tile, ring, shared + group * Shape::QueryLayout::kBytes, group);
     }

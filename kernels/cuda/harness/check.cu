@@ -145,6 +145,19 @@ void check_prefill(const Kernel& kernel, const Shape& shape, const std::vector<S
         kernel.name);
 }
 
+/// The kernels of one head size and type give a row the same bits, whichever is chosen by the size of the batch.
+void check_same_bits(const std::vector<Kernel>& kernels) {
+    for (const Kernel& a : kernels) {
+        for (const Kernel& b : kernels) {
+            if (&a < &b && a.dim == b.dim && a.dtype == b.dtype) {
+                const std::vector<Sequence> sequences = {{17, 17}, {300, 300}, {333, 70}, {1025, 2}};
+                Problem problem({a.dtype, a.dim, 2, 4, 4, false}, sequences, 8, 1);
+                report(problem.prefill(a, sequences, 0, 0) == problem.prefill(b, sequences, 0, 0), std::string(a.name) + " and " + b.name + " give other bits");
+            }
+        }
+    }
+}
+
 struct Heads {
     int kv_heads;
     int group;
@@ -214,6 +227,7 @@ int check_prefill_kernels() {
 int check_hopper_kernels() {
     failures = 0;
     check_all_of({}, prefill_hopper_kernels());
+    check_same_bits(prefill_hopper_kernels());
     check_all_of({}, prefill_hopper_variants());
     return failures;
 }

@@ -13,7 +13,8 @@
 #define ENTRIES(name)                                                                                                       \
     DECODE_ENTRY(name, 64) DECODE_ENTRY(name, 80) DECODE_ENTRY(name, 96) DECODE_ENTRY(name, 128) DECODE_ENTRY(name, 256)    \
     PREFILL_ENTRY(name, 64) PREFILL_ENTRY(name, 80) PREFILL_ENTRY(name, 96) PREFILL_ENTRY(name, 128) PREFILL_ENTRY(name, 256) \
-    PREFILL_SM90_ENTRY(name, 64, 128) PREFILL_SM90_ENTRY(name, 128, 192) PREFILL_SM90_ENTRY(name, 128, 128) PREFILL_SM90_ENTRY(name, 256, 128)
+    PREFILL_SM90_ENTRY(name, 64, 128) PREFILL_SM90_ENTRY(name, 128, 192) PREFILL_SM90_ENTRY(name, 128, 128) PREFILL_SM90_ENTRY(name, 128, 64) \
+    PREFILL_SM90_ENTRY(name, 256, 128)
 ENTRIES(bf16)
 ENTRIES(f16)
 extern "C" __global__ void pagedd_attention_decode_plan(const __grid_constant__ pagedd::DecodePlanParams params);
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(Shape::kThreads, kCtas) prefill_variant(const 
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 1) prefill_hopper_variant(const __grid_constant__ pagedd::PrefillParams params) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kCtas) prefill_hopper_variant(const __grid_constant__ pagedd::PrefillParams params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     pagedd::prefill_attention_hopper<Bf16, Shape>(params);
 #else
@@ -92,16 +93,17 @@ const std::vector<Kernel>& prefill_kernels() {
     return kernels;
 }
 
-#define PREFILL_SM90(name, dtype, dim, rows, keys, stages)                                                                  \
-    prefill<pagedd::HopperShape<dim, rows / 64, keys, stages, true>>("prefill_sm90_" #name "_d" #dim "_r" #rows,            \
+#define PREFILL_SM90(name, dtype, dim, rows, keys, stages, ctas)                                                            \
+    prefill<pagedd::HopperShape<dim, rows / 64, keys, stages, ctas>>("prefill_sm90_" #name "_d" #dim "_r" #rows,            \
                                                                      address(pagedd_attention_prefill_sm90_##name##_d##dim##_r##rows), dtype)
 
 const std::vector<Kernel>& prefill_hopper_kernels() {
     static const std::vector<Kernel> kernels = {
-        PREFILL_SM90(bf16, Dtype::kBf16, 64, 128, 128, 2),  PREFILL_SM90(bf16, Dtype::kBf16, 128, 192, 64, 3),
-        PREFILL_SM90(bf16, Dtype::kBf16, 128, 128, 128, 2), PREFILL_SM90(bf16, Dtype::kBf16, 256, 128, 64, 2),
-        PREFILL_SM90(f16, Dtype::kF16, 64, 128, 128, 2),    PREFILL_SM90(f16, Dtype::kF16, 128, 192, 64, 3),
-        PREFILL_SM90(f16, Dtype::kF16, 128, 128, 128, 2),   PREFILL_SM90(f16, Dtype::kF16, 256, 128, 64, 2),
+        PREFILL_SM90(bf16, Dtype::kBf16, 64, 128, 128, 2, 1), PREFILL_SM90(bf16, Dtype::kBf16, 128, 192, 64, 3, 1),
+        PREFILL_SM90(bf16, Dtype::kBf16, 128, 128, 64, 4, 1), PREFILL_SM90(bf16, Dtype::kBf16, 128, 64, 64, 3, 2),
+        PREFILL_SM90(bf16, Dtype::kBf16, 256, 128, 64, 2, 1), PREFILL_SM90(f16, Dtype::kF16, 64, 128, 128, 2, 1),
+        PREFILL_SM90(f16, Dtype::kF16, 128, 192, 64, 3, 1),   PREFILL_SM90(f16, Dtype::kF16, 128, 128, 64, 4, 1),
+        PREFILL_SM90(f16, Dtype::kF16, 128, 64, 64, 3, 2),    PREFILL_SM90(f16, Dtype::kF16, 256, 128, 64, 2, 1),
     };
     static const std::vector<Kernel> none;
     return has_hopper() ? kernels : none;
@@ -125,13 +127,13 @@ const std::vector<Kernel>& prefill_variants() {
     return kernels;
 }
 
-#define HOPPER_VARIANT(groups, keys, stages, turns)                                \
-    prefill<pagedd::HopperShape<128, groups, keys, stages, turns>>(                \
-        "sm90 g" #groups " k" #keys " s" #stages " turns " #turns,                 \
-        address(prefill_hopper_variant<pagedd::HopperShape<128, groups, keys, stages, turns>>), Dtype::kBf16)
+#define HOPPER_VARIANT(groups, keys, stages, ctas)                                \
+    prefill<pagedd::HopperShape<128, groups, keys, stages, ctas>>(                \
+        "sm90 g" #groups " k" #keys " s" #stages " c" #ctas,                      \
+        address(prefill_hopper_variant<pagedd::HopperShape<128, groups, keys, stages, ctas>>), Dtype::kBf16)
 
 const std::vector<Kernel>& prefill_hopper_variants() {
-    static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2, true), HOPPER_VARIANT(3, 64, 4, true)};
+    static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2, 1), HOPPER_VARIANT(1, 64, 2, 2)};
     static const std::vector<Kernel> none;
     return has_hopper() ? kernels : none;
 }
