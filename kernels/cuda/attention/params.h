@@ -4,7 +4,8 @@
 // written). A *packed row* is one query head of one query token: with `group` query heads per KV head, row r of a sequence and KV head is
 // query token r / group, query head kv_head * group + r % group. Packing fills the 16 rows of a tensor-core tile with heads that read
 // the same keys.
-// On sm_90 each kernel may be launched with programmatic stream serialization: it waits for the one before it.
+// Chain of a decode step: plan once; for each layer decode, then combine. On sm_90 each kernel may be launched with programmatic stream serialization: it
+// waits for the one before it. A prefill chunk: one launch a layer, with units that the host lists.
 #pragma once
 #include <cstdint>
 

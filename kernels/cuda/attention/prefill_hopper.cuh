@@ -120,6 +120,31 @@ struct GroupRows {
     float m[2];
     float l[2];
 
+    __device__ __forceinline__ void reset() {
+        m[0] = m[1] = -INFINITY;
+        l[0] = l[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kDimTiles; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sums[n][i] = 0.0f;
+            }
+        }
+    }
+
+    /// Scales the sums where a row's maximum has grown.
+    __device__ __forceinline__ void scale(float low, float high) {
+        if (__any_sync(kFullWarp, low != 1.0f || high != 1.0f)) {
+#pragma unroll
+            for (int n = 0; n < kDimTiles; ++n) {
+                sums[n][0] *= low;
+                sums[n][1] *= low;
+                sums[n][2] *= high;
+                sums[n][3] *= high;
+            }
+        }
+    }
+
     /// Starts scores = Q K^T.
     __device__ __forceinline__ void score(uint32_t queries, uint32_t keys) {
         pin(scores);
@@ -183,10 +208,23 @@ __device__ __forceinline__ void write_rows(const PrefillParams& params, const Pr
     }
 }
 
+/// Starts the copies of a warpgroup's queries; rows that do not exist become zeros.
+template <typename T, class Shape>
+__device__ __forceinline__ void copy_queries(const Queries& queries, const PrefillTile& tile, int group_row, uint32_t to, int thread) {
+    using Layout = typename Shape::QueryLayout;
+    const T* q = static_cast<const T*>(queries.q);
+    for (int i = thread; i < 64 * Layout::kChunks; i += 128) {
+        const int row = i / Layout::kChunks;
+        const int chunk = i % Layout::kChunks;
+        const bool real = group_row + row < tile.rows;
+        const T* from = real ? q + tile.element(group_row + row, queries.q_stride, Shape::kDim) + chunk * 8 : q;
+        copy_async(to + Layout::offset(row, chunk), from, real ? 16 : 0);
+    }
+}
+
 /// A computing warpgroup: `group` of them, with its queries at `queries`.
 template <typename T, class Shape>
 __device__ __forceinline__ void compute_rows(const PrefillParams& params, const PrefillTile& tile, const Ring<Shape>& ring, uint8_t* queries, int group) {
-    using QueryLayout = typename Shape::QueryLayout;
     const int thread = threadIdx.x % 128;
     const int lane = threadIdx.x % 32;
     const int warp_row = thread / 32 * 16;
@@ -194,27 +232,12 @@ __device__ __forceinline__ void compute_rows(const PrefillParams& params, const 
     const float scale_log2 = params.queries.scale_log2;
     const uint32_t q_tile = shared_address(queries);
 
-    const T* q = static_cast<const T*>(params.queries.q);
-    for (int i = thread; i < 64 * QueryLayout::kChunks; i += 128) {
-        const int row = i / QueryLayout::kChunks;
-        const int chunk = i % QueryLayout::kChunks;
-        const bool real = group_row + row < tile.rows;
-        const T* from = real ? q + tile.element(group_row + row, params.queries.q_stride, Shape::kDim) + chunk * 8 : q;
-        copy_async(q_tile + QueryLayout::offset(row, chunk), from, real ? 16 : 0);
-    }
+    copy_queries<T, Shape>(params.queries, tile, group_row, q_tile, thread);
     commit_copies();
     const int lowest_limit = tile.limit(group_row + warp_row);
     const int limits[2] = {tile.limit(group_row + warp_row + lane / 4), tile.limit(group_row + warp_row + lane / 4 + 8)};
     GroupRows<T, Shape> rows;
-#pragma unroll
-    for (int n = 0; n < Shape::kDim / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            rows.sums[n][i] = 0.0f;
-        }
-    }
-    rows.m[0] = rows.m[1] = -INFINITY;
-    rows.l[0] = rows.l[1] = 0.0f;
+    rows.reset();
     wait_copies<0>();
     fence_for_matrix_units();
     named_sync(1 + group, 128);
@@ -272,15 +295,7 @@ __device__ __forceinline__ void compute_rows(const PrefillParams& params, const 
         products_wait<0>();
         pin(rows.sums);
         release(2 * stage + 1);
-        if (__any_sync(kFullWarp, low != 1.0f || high != 1.0f)) {
-#pragma unroll
-            for (int n = 0; n < Shape::kDim / 8; ++n) {
-                rows.sums[n][0] *= low;
-                rows.sums[n][1] *= low;
-                rows.sums[n][2] *= high;
-                rows.sums[n][3] *= high;
-            }
-        }
+        rows.scale(low, high);
         rows.pack_weights();
         stage = next;
         parity = next_parity;
