@@ -1,0 +1,150 @@
+// The work lists of a decode step, made on the device from the sequences' lengths, so that one CUDA graph serves every step of its size.
+#pragma once
+#include "params.h"
+#include "tensor.cuh"
+
+namespace pagedd {
+
+constexpr int kPlanThreads = 1024;
+
+/// A sequence, and how many units of whole splits and of rests the sequences before it have.
+struct PlannedSequence {
+    int sequence;
+    int context;
+    int first_query;
+    int q_len;
+    int whole_before;
+    int rest_before;
+};
+
+/// Tiles of 16 packed rows that a number of queries fills.
+__device__ __forceinline__ int row_tiles(int queries, int group) { return (queries * group + kUnitRows - 1) / kUnitRows; }
+
+/// One warp writes the tiles and units of a sequence. Units of whole splits come first in the list and rests after all of them, `all_whole` further
+/// on; slots are numbered through, sequence by sequence.
+__device__ __forceinline__ void list_sequence(const DecodePlanParams& params, const PlannedSequence& planned, int all_whole, int lane) {
+    const int split_tokens = 1 << params.log2_split;
+    const int tiles = row_tiles(planned.q_len, params.group);
+    const int whole_splits = planned.context >> params.log2_split;
+    const int splits = whole_splits + (planned.context % split_tokens != 0);
+    if (tiles > params.tiles_per_sequence) {
+        __trap();
+    }
+    const int slots = planned.whole_before + planned.rest_before;
+    for (int tile = lane; tile < params.tiles_per_sequence; tile += 32) {
+        const int row = tile * kUnitRows;
+        const int rows = min(kUnitRows, planned.q_len * params.group - row);
+        params.tiles[planned.sequence * params.tiles_per_sequence + tile] =
+            rows > 0 && splits > 1 ? DecodeTile{slots + tile * splits, splits, planned.first_query, static_cast<uint16_t>(row), static_cast<uint16_t>(rows)}
+                                   : DecodeTile{};
+    }
+    for (int i = lane; i < tiles * splits; i += 32) {
+        const int tile = i / splits;
+        const int split = i % splits;
+        const int at = split < whole_splits ? planned.whole_before + tile * whole_splits + split : all_whole + planned.rest_before + tile;
+        if (at >= params.max_units) {
+            __trap();
+        }
+        DecodeUnit unit;
+        unit.sequence = planned.sequence;
+        unit.first_token = split << params.log2_split;
+        unit.tokens = static_cast<uint16_t>(min(split_tokens, planned.context - unit.first_token));
+        unit.first_row = tile * kUnitRows;
+        unit.rows = static_cast<uint16_t>(min(kUnitRows, planned.q_len * params.group - unit.first_row));
+        unit.past = planned.context - planned.q_len;
+        unit.first_query = planned.first_query;
+        unit.first_slot = slots + tile * splits;
+        unit.splits = splits;
+        params.units[at] = unit;
+    }
+}
+
+/// Lists the units of a step: whole splits first and rests after them, so that the last CTAs to finish are the short ones.
+__device__ __forceinline__ void decode_plan(const DecodePlanParams& params) {
+    struct Sums {
+        int whole[32];
+        int rest[32];
+    };
+    __shared__ Sums warps;
+    __shared__ int whole_before[kPlanThreads];
+    __shared__ int rest_before[kPlanThreads];
+    __shared__ int context_of[kPlanThreads];
+    __shared__ int first_query_of[kPlanThreads];
+    __shared__ int q_len_of[kPlanThreads];
+    __shared__ int chunk_whole;
+    __shared__ int chunk_rest;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    wait_for_previous_kernel();
+
+    // The rests begin where the whole splits of all sequences end: count those first.
+    const int split_tokens = 1 << params.log2_split;
+    int all_whole = 0;
+    for (int s = threadIdx.x; s < params.sequences; s += kPlanThreads) {
+        all_whole += row_tiles(params.starts[s + 1] - params.starts[s], params.group) * (params.contexts[s] >> params.log2_split);
+    }
+    all_whole = __reduce_add_sync(kFullWarp, all_whole);
+    if (lane == 0) {
+        warps.whole[warp] = all_whole;
+    }
+    __syncthreads();
+    all_whole = __reduce_add_sync(kFullWarp, warps.whole[lane]);
+    __syncthreads();
+
+    int whole_total = 0;
+    int rest_total = 0;
+    for (int chunk = 0; chunk < params.sequences; chunk += kPlanThreads) {
+        // Sums over the sequences up to this thread's: within the warp, then over the warps before.
+        const int s = chunk + threadIdx.x;
+        const bool real = s < params.sequences;
+        const int context = real ? params.contexts[s] : 0;
+        const int first = real ? params.starts[s] : 0;
+        const int q_count = real ? params.starts[s + 1] - first : 0;
+        const int tiles = row_tiles(q_count, params.group);
+        context_of[threadIdx.x] = context;
+        first_query_of[threadIdx.x] = first;
+        q_len_of[threadIdx.x] = q_count;
+        int whole = tiles * (context >> params.log2_split);
+        int rest = context % split_tokens == 0 ? 0 : tiles;
+        const int own_whole = whole;
+        const int own_rest = rest;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int w = __shfl_up_sync(kFullWarp, whole, distance);
+            const int r = __shfl_up_sync(kFullWarp, rest, distance);
+            whole += lane >= distance ? w : 0;
+            rest += lane >= distance ? r : 0;
+        }
+        if (lane == 31) {
+            warps.whole[warp] = whole;
+            warps.rest[warp] = rest;
+        }
+        __syncthreads();
+        int whole_base = whole_total;
+        int rest_base = rest_total;
+        for (int w = 0; w < warp; ++w) {
+            whole_base += warps.whole[w];
+            rest_base += warps.rest[w];
+        }
+        whole_before[threadIdx.x] = whole_base + whole - own_whole;
+        rest_before[threadIdx.x] = rest_base + rest - own_rest;
+        if (threadIdx.x == kPlanThreads - 1) {
+            chunk_whole = whole_base + whole;
+            chunk_rest = rest_base + rest;
+        }
+        __syncthreads();
+        whole_total = chunk_whole;
+        rest_total = chunk_rest;
+
+        // A warp per sequence: with a thread per sequence one long context would hold up the others.
+        for (int of = warp; of < min(kPlanThreads, params.sequences - chunk); of += kPlanThreads / 32) {
+            list_sequence(params, {chunk + of, context_of[of], first_query_of[of], q_len_of[of], whole_before[of], rest_before[of]}, all_whole, lane);
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        *params.unit_count = whole_total + rest_total;
+    }
+}
+
+}  // namespace pagedd
