@@ -5,13 +5,13 @@
 use std::process::ExitCode;
 
 use half::bf16;
-use pagedd_core::{BlockId, SamplingParams, TokenId};
+use pagedd_core::{BlockId, Penalties, SamplingParams, TokenId};
 use pagedd_kernels::cuda::{
     AddNorm, BlockCopies, Buffer, CudaError, Device, DeviceAngles, DeviceBatch, DeviceKvLayout, Embed, Event,
     Gemm, GemmOutput, GemmShape, Graph, PinnedRing, RopeIntoKv, SampleRow, Sampler, Stream, TokenSource,
     Tokens, add_rms_norm, copy_blocks, embed, fill_normal, rope_into_kv, silu_mul,
 };
-use pagedd_kernels::sample::{Adjustment, Penalties, philox4x32_10};
+use pagedd_kernels::sample::{Adjustment, philox4x32_10};
 use pagedd_kernels::{KvRow, Pairing};
 
 fn main() -> ExitCode {
@@ -353,8 +353,15 @@ fn sampling(stream: &Stream) -> Result<(), CudaError> {
     let by = |i: u32| Adjustment { token: TokenId(i * 117), seen: true, output: i % 3, bias: 0.0 };
     let changes: Vec<Adjustment> = (0..1000).map(by).collect();
     let penalties = Penalties { repetition: 1.1, frequency: 0.1, presence: 0.1 };
-    let plain = SamplingParams { temperature: 1.0, top_p: 1.0, top_k: None, seed: 9, logprobs: None };
-    let full = SamplingParams { temperature: 0.8, top_p: 0.95, top_k: Some(50), logprobs: Some(20), ..plain };
+    let plain = SamplingParams { temperature: 1.0, seed: 9, ..SamplingParams::GREEDY };
+    let full = SamplingParams {
+        temperature: 0.8,
+        top_p: 0.95,
+        top_k: Some(50),
+        logprobs: Some(20),
+        penalties,
+        ..plain
+    };
     let ways: [(&str, SamplingParams, bool); 8] = [
         ("greedy", SamplingParams::GREEDY, false),
         ("temperature", plain, false),
@@ -374,7 +381,6 @@ fn sampling(stream: &Stream) -> Result<(), CudaError> {
                     min_p: 0.0,
                     choice: 0,
                     position: row,
-                    penalties: if adjusted { penalties } else { Penalties::NONE },
                     adjustments: if adjusted { &changes } else { &[] },
                 })
                 .collect();

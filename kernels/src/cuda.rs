@@ -6,6 +6,7 @@
 //! A launch is asynchronous: it returns when it is queued. Launches on one [`Stream`] run in order; between streams, [`Event`]s order them.
 //! Errors of the device show at a later call, and stay.
 
+mod attention;
 mod batch;
 mod buffer;
 mod device;
@@ -21,6 +22,7 @@ mod sample;
 pub mod selfcheck;
 mod stream;
 
+pub use attention::{Attention, DecodeLimits, DecodePlan, PrefillPlan, decode, prefill};
 pub use batch::{DeviceBatch, DeviceKvLayout, Indices};
 pub use buffer::{Buffer, Plain, View, ViewMut};
 pub use device::{Device, DeviceInfo};

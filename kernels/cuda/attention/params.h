@@ -63,6 +63,8 @@ struct alignas(16) DecodeTile {
 struct DecodePlanParams {
     const int32_t* starts;      // [sequences + 1]: sequence s owns the tokens [starts[s], starts[s + 1]) of the query and output tensors
     const int32_t* contexts;    // [sequences], each 0 (a padded row: no work) or >= its number of queries
+    const int32_t* table_rows;  // [sequences]: the row of PagedKv::tables that is a sequence's; null: its own number. With a table_stride of 1 that is the
+                                // entry where its table begins, wherever that is
     DecodeUnit* units;          // [max_units]
     int32_t* unit_count;        // [1]
     DecodeTile* tiles;          // [sequences, tiles_per_sequence]
@@ -109,6 +111,6 @@ struct PrefillParams {
 };
 
 static_assert(sizeof(DecodeTile) == 16 && sizeof(PagedKv) == 40 && sizeof(Queries) == 40 && sizeof(DecodeUnit) == 32 && sizeof(PrefillUnit) == 32, "mirrored in Rust");
-static_assert(sizeof(DecodePlanParams) == 64 && sizeof(DecodeParams) == 136 && sizeof(PrefillParams) == 88, "mirrored in Rust");
+static_assert(sizeof(DecodePlanParams) == 72 && sizeof(DecodeParams) == 136 && sizeof(PrefillParams) == 88, "mirrored in Rust");
 
 }  // namespace pagedd

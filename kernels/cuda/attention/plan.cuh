@@ -31,6 +31,7 @@ __device__ __forceinline__ void list_sequence(const DecodePlanParams& params, co
         __trap();
     }
     const int slots = planned.whole_before + planned.rest_before;
+    const int table_row = params.table_rows == nullptr ? planned.sequence : params.table_rows[planned.sequence];
     for (int tile = lane; tile < params.tiles_per_sequence; tile += 32) {
         const int row = tile * kUnitRows;
         const int rows = min(kUnitRows, planned.q_len * params.group - row);
@@ -46,7 +47,7 @@ __device__ __forceinline__ void list_sequence(const DecodePlanParams& params, co
             __trap();
         }
         DecodeUnit unit;
-        unit.sequence = planned.sequence;
+        unit.sequence = table_row;
         unit.first_token = split << params.log2_split;
         unit.tokens = static_cast<uint16_t>(min(split_tokens, planned.context - unit.first_token));
         unit.first_row = tile * kUnitRows;

@@ -58,7 +58,7 @@ struct DecodeMemory {
                        group_, dim, log2_split_) {}
 
     pagedd::DecodePlanParams plan(const int32_t* starts, const int32_t* contexts) const {
-        return {starts,    contexts,  units.get(), unit_count.get(), tiles.get(), sequences, static_cast<int32_t>(units.count()), tile_count() / sequences,
+        return {starts,    contexts,  nullptr, units.get(), unit_count.get(), tiles.get(), sequences, static_cast<int32_t>(units.count()), tile_count() / sequences,
                 log2_split, group, 0};
     }
 

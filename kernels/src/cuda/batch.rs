@@ -2,7 +2,9 @@
 //!
 //! **Owns** the check that no launch of a batch leaves its arena. **Never** decides who holds a block.
 
-use super::buffer::{Buffer, ViewMut};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::buffer::Buffer;
 use super::error::CudaError;
 use super::norm::{PACK, dimension};
 use super::pinned::PinnedRing;
@@ -190,10 +192,15 @@ pub struct DeviceBatch {
     /// Per token.
     positions: Buffer<u32>,
     token_rows: Buffer<u32>,
-    /// Per row: where its table begins in `tables`.
-    row_tables: Buffer<u32>,
+    /// Most rows.
+    room: usize,
+    /// Per row, `room` each: where its table begins in `tables`; its first token, and one more for the end; its context. Rows that the batch
+    /// does not have are padding: no tokens, no context.
+    rows: Buffer<u32>,
     tables: Buffer<u32>,
     host: HostBatch,
+    /// Of what is in it: no other batch has it, nor this one at another time.
+    stamp: u64,
 }
 
 /// The same on the host, kept for its memory.
@@ -202,7 +209,31 @@ struct HostBatch {
     positions: Vec<u32>,
     token_rows: Vec<u32>,
     row_tables: Vec<u32>,
+    /// First tokens, and the end of the last.
+    starts: Vec<u32>,
+    /// Positions up to each row's last token.
+    contexts: Vec<u32>,
     tables: Vec<u32>,
+    /// What `rows` of the device's is filled with.
+    rows: Vec<u32>,
+}
+
+/// A row of a batch: which tokens are its, and how much of the past they see.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct BatchRow {
+    /// In `tables`.
+    pub(super) table: u32,
+    /// In the batch.
+    pub(super) first_token: usize,
+    pub(super) tokens: usize,
+    /// Positions up to that of the last token.
+    pub(super) context: usize,
+}
+
+/// A number that was never given before.
+fn stamp() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 impl DeviceBatch {
@@ -225,9 +256,11 @@ impl DeviceBatch {
             tokens: 0,
             positions: Buffer::zeroed(stream, tokens)?,
             token_rows: Buffer::zeroed(stream, tokens)?,
-            row_tables: Buffer::zeroed(stream, rows)?,
+            room: rows,
+            rows: Buffer::zeroed(stream, rows_len(rows)?)?,
             tables: Buffer::zeroed(stream, entries)?,
             host: HostBatch::default(),
+            stamp: stamp(),
         })
     }
 
@@ -242,19 +275,25 @@ impl DeviceBatch {
         rows: &[KvRow<'_>],
         tokens: usize,
     ) -> Result<(), CudaError> {
-        self.host.lay_out(&self.layout, self.capacity, rows, tokens)?;
-        let HostBatch { positions, token_rows, row_tables, tables } = &self.host;
-        let parts: [(&[u32], ViewMut<'_, u32>); 4] = [
-            (positions, self.positions.part_mut(0..positions.len())?),
-            (token_rows, self.token_rows.part_mut(0..token_rows.len())?),
-            (row_tables, self.row_tables.part_mut(0..row_tables.len())?),
-            (tables, self.tables.part_mut(0..tables.len())?),
+        if rows.len() > self.room {
+            return Err(dimension("rows of a batch", "at most those that there is room for", rows.len()));
+        }
+        let entries = rows.iter().map(|row| row.table.len()).sum();
+        let parts = [
+            self.positions.part_mut(0..tokens)?,
+            self.token_rows.part_mut(0..tokens)?,
+            self.rows.all_mut(),
+            self.tables.part_mut(0..entries)?,
         ];
+        self.host.lay_out(&self.layout, self.capacity, rows, tokens)?;
+        self.host.pad_rows(self.room);
+        self.stamp = stamp();
         self.tokens = 0;
-        for (from, to) in parts {
+        let HostBatch { positions, token_rows, tables, rows, .. } = &self.host;
+        for (from, to) in [positions, token_rows, rows, tables].into_iter().zip(parts) {
             ring.upload(stream, from, to)?;
         }
-        self.tokens = positions.len();
+        self.tokens = tokens;
         Ok(())
     }
 
@@ -280,8 +319,53 @@ impl DeviceBatch {
 
     /// Addresses of positions, rows of tokens, tables of rows, and tables.
     pub(super) fn addresses(&self) -> [u64; 4] {
-        [&self.positions, &self.token_rows, &self.row_tables, &self.tables].map(|b| b.all().address())
+        [&self.positions, &self.token_rows, &self.rows, &self.tables].map(|b| b.all().address())
     }
+
+    /// Rows, without padding.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.host.contexts.len()
+    }
+
+    /// Most rows, padding included.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.room
+    }
+
+    /// Blocks that its arena has.
+    pub(super) fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    /// Entries of all tables.
+    pub(super) fn entries(&self) -> usize {
+        self.host.tables.len()
+    }
+
+    /// Addresses of the rows from `first` on: where their tables begin, their first tokens (and one more for the end), their contexts. Padding
+    /// up to `room` follows the last.
+    pub(super) fn row_addresses(&self, first: usize) -> [u64; 3] {
+        let at = self.rows.all().address();
+        [0, self.room, 2 * self.room + 1].map(|part| at + ((part + first) * size_of::<u32>()) as u64)
+    }
+
+    /// A row; one of padding past the last.
+    pub(super) fn row(&self, index: usize) -> BatchRow {
+        self.host.row(index)
+    }
+
+    /// What is in it, by a number.
+    pub(super) fn stamp(&self) -> u64 {
+        self.stamp
+    }
+}
+
+/// Words of all rows.
+fn rows_len(rows: usize) -> Result<usize, ShapeError> {
+    let words = product("rows of a batch", &[rows, 3])?;
+    words.checked_add(1).ok_or(ShapeError::Overflow { what: "rows of a batch" })
 }
 
 impl HostBatch {
@@ -292,10 +376,7 @@ impl HostBatch {
         rows: &[KvRow<'_>],
         tokens: usize,
     ) -> Result<(), CudaError> {
-        let Self { positions, token_rows, row_tables, tables } = self;
-        for part in [&mut *positions, &mut *token_rows, &mut *row_tables, &mut *tables] {
-            part.clear();
-        }
+        let mut count = 0_usize;
         for (index, row) in rows.iter().enumerate() {
             if row.tokens == 0 {
                 return Err(KvError::Empty { row: index }.into());
@@ -309,17 +390,50 @@ impl HostBatch {
             if let Some(&block) = row.table.iter().find(|block| block.0 >= capacity) {
                 return Err(KvError::Block { row: index, block, capacity }.into());
             }
-            row_tables.push(tables.len() as u32);
-            tables.extend(row.table.iter().map(|block| block.0));
-            positions.extend(row.first_position..end as u32);
-            token_rows.resize(positions.len(), index as u32);
+            count += row.tokens as usize;
         }
-        if positions.len() > tokens {
+        if count > tokens {
             return Err(dimension("tokens of a batch", "at least those of its rows", tokens));
         }
+        let Self { positions, token_rows, row_tables, starts, contexts, tables, .. } = self;
+        for part in [&mut *positions, &mut *token_rows, &mut *row_tables, starts, contexts, &mut *tables] {
+            part.clear();
+        }
+        for (index, row) in rows.iter().enumerate() {
+            let end = row.first_position + row.tokens;
+            row_tables.push(tables.len() as u32);
+            tables.extend(row.table.iter().map(|block| block.0));
+            starts.push(positions.len() as u32);
+            contexts.push(end);
+            positions.extend(row.first_position..end);
+            token_rows.resize(positions.len(), index as u32);
+        }
+        starts.push(positions.len() as u32);
         positions.resize(tokens, 0);
         token_rows.resize(tokens, NO_ROW);
         Ok(())
+    }
+
+    /// Fills `rows`, with padding up to `room`.
+    fn pad_rows(&mut self, room: usize) {
+        let Self { row_tables, starts, contexts, rows, .. } = self;
+        rows.clear();
+        rows.extend_from_slice(row_tables);
+        rows.resize(room, 0);
+        rows.extend_from_slice(starts);
+        rows.resize(2 * room + 1, starts.last().copied().unwrap_or(0));
+        rows.extend_from_slice(contexts);
+        rows.resize(3 * room + 1, 0);
+    }
+
+    fn row(&self, index: usize) -> BatchRow {
+        let end = self.starts.last().map_or(0, |&end| end as usize);
+        let Some(&context) = self.contexts.get(index) else {
+            return BatchRow { table: 0, first_token: end, tokens: 0, context: 0 };
+        };
+        let (first, next) = (self.starts[index] as usize, self.starts[index + 1] as usize);
+        let table = self.row_tables[index];
+        BatchRow { table, first_token: first, tokens: next - first, context: context as usize }
     }
 }
 

@@ -19,7 +19,7 @@ const THREADS: usize = 256;
 /// A grid that strides over so many packs: enough blocks to fill the device, no more than there is work for.
 fn strided(stream: &Stream, packs: usize) -> Grid {
     let most = stream.device().info().multiprocessors as usize * 16;
-    Grid { blocks: (packs.div_ceil(THREADS).clamp(1, most) as u32, 1), threads: THREADS as u32 }
+    Grid { blocks: (packs.div_ceil(THREADS).clamp(1, most) as u32, 1), threads: THREADS as u32, shared: 0 }
 }
 
 #[repr(C)]
@@ -183,7 +183,11 @@ pub fn embed<T: Half>(stream: &Stream, args: Embed<'_, T>) -> Result<(), CudaErr
         hidden: hidden as u32,
         unused: 0,
     };
-    let grid = Grid { blocks: (blocks("tokens", tokens.len)?, 1), threads: warps((hidden / PACK).min(512)) };
+    let grid = Grid {
+        blocks: (blocks("tokens", tokens.len)?, 1),
+        threads: warps((hidden / PACK).min(512)),
+        shared: 0,
+    };
     let kernel = &stream.device().kernels().embed[T::INDEX];
     // SAFETY: a block per token reads a row of the table below `vocabulary`, or none, and writes its row of `out`; an index among draws is
     // compared with their number first.
@@ -295,7 +299,8 @@ pub fn copy_blocks(
     if copies.len > usize::from(u16::MAX) {
         return Err(dimension("copies of a launch", "at most 65,535", copies.len));
     }
-    let grid = Grid { blocks: (blocks("heads", layout.layers * runs)?, copies.len as u32), threads: 128 };
+    let grid =
+        Grid { blocks: (blocks("heads", layout.layers * runs)?, copies.len as u32), threads: 128, shared: 0 };
     // SAFETY: having the copies tells that both blocks are inside the arena, whose length was checked, and that no more tokens are copied
     // than a block has; a thread block stays inside one head of one layer.
     unsafe { launch(stream, &stream.device().kernels().copy_blocks, "block copy", grid, params) }

@@ -63,6 +63,9 @@ pub enum CudaError {
     /// Sizes that do not fit. Nothing was launched.
     #[error(transparent)]
     Shape(#[from] ShapeError),
+    /// Work lists made for what a batch held before, or for another batch. Nothing was launched.
+    #[error("attention was planned for another batch")]
+    Plan,
     /// A batch that does not fit its KV arena. Nothing was launched.
     #[error(transparent)]
     Kv(#[from] KvError),

@@ -1,12 +1,16 @@
 //! The kernels, and the one place that launches them.
 #![allow(unsafe_code)]
 
+use std::ffi::c_void;
+use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaFunction, DeviceRepr, DriverError, LaunchConfig, PushKernelArg as _};
-use cudarc::nvrtc::Ptx;
+use cudarc::driver::{
+    CudaContext, CudaFunction, DeviceRepr, DriverError, LaunchConfig, PushKernelArg as _, sys,
+};
 use half::{bf16, f16};
 
+use super::attention::AttentionKernels;
 use super::buffer::Plain;
 use super::error::{CudaError, during};
 use super::stream::Stream;
@@ -29,6 +33,8 @@ pub trait Half: Plain + PartialEq + sealed::Sealed {
     fn to_f64(self) -> f64;
     /// The value of these bits.
     fn of_bits(bits: u16) -> Self;
+    /// Its bits.
+    fn to_bits(self) -> u16;
 }
 
 mod sealed {
@@ -51,6 +57,9 @@ impl Half for bf16 {
     fn of_bits(bits: u16) -> Self {
         Self::from_bits(bits)
     }
+    fn to_bits(self) -> u16 {
+        self.to_bits()
+    }
 }
 
 impl Half for f16 {
@@ -66,6 +75,9 @@ impl Half for f16 {
     }
     fn of_bits(bits: u16) -> Self {
         Self::from_bits(bits)
+    }
+    fn to_bits(self) -> u16 {
+        self.to_bits()
     }
 }
 
@@ -83,14 +95,18 @@ pub(super) struct Kernels {
     pub(super) survey: CudaFunction,
     pub(super) draw: CudaFunction,
     pub(super) log_softmax_top: CudaFunction,
+    pub(super) attention: AttentionKernels,
 }
 
 /// The compiled form of `kernels/cuda/$name.cu`.
 macro_rules! fatbin {
     ($name:literal) => {
-        Ptx::from_binary(include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".fatbin")).to_vec())
+        cudarc::nvrtc::Ptx::from_binary(
+            include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".fatbin")).to_vec(),
+        )
     };
 }
+pub(super) use fatbin;
 
 impl Kernels {
     /// Loads all of them.
@@ -121,6 +137,7 @@ impl Kernels {
             survey: sample.load_function("survey")?,
             draw: sample.load_function("draw")?,
             log_softmax_top: sample.load_function("log_softmax_top")?,
+            attention: AttentionKernels::load(context)?,
         })
     }
 }
@@ -136,6 +153,8 @@ pub(super) unsafe trait Params: Copy {}
 pub(super) struct Grid {
     pub(super) blocks: (u32, u32),
     pub(super) threads: u32,
+    /// Bytes of dynamic shared memory of a block.
+    pub(super) shared: u32,
 }
 
 /// A wrapper by which a struct goes to the device as it is.
@@ -160,7 +179,7 @@ pub(super) unsafe fn launch<P: Params>(
     let config = LaunchConfig {
         grid_dim: (grid.blocks.0, grid.blocks.1, 1),
         block_dim: (grid.threads, 1, 1),
-        shared_mem_bytes: 0,
+        shared_mem_bytes: grid.shared,
     };
     let params = ByValue(params);
     let mut builder = stream.inner().launch_builder(kernel);
@@ -168,4 +187,43 @@ pub(super) unsafe fn launch<P: Params>(
     // SAFETY: by this function's contract.
     unsafe { builder.launch(config) }.map_err(during(doing))?;
     Ok(())
+}
+
+/// Queues a kernel whose blocks may start while the one before it in the stream still ends, on GPUs of compute capability 9.0: only its machine
+/// code is compiled with the wait that this needs.
+///
+/// # Safety
+/// As of [`launch`]. On such GPUs the kernel waits for the one before it, and before that reads only what still earlier ones wrote.
+pub(super) unsafe fn launch_early<P: Params>(
+    stream: &Stream,
+    kernel: &CudaFunction,
+    doing: &'static str,
+    grid: Grid,
+    params: P,
+) -> Result<(), CudaError> {
+    stream.device().bind()?;
+    let mut early = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: grid.blocks.0,
+        gridDimY: grid.blocks.1,
+        gridDimZ: 1,
+        blockDimX: grid.threads,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: grid.shared,
+        hStream: stream.inner().cu_stream(),
+        attrs: &raw mut early,
+        numAttrs: u32::from(stream.device().info().capability == (9, 0)),
+    };
+    let mut params = params;
+    let mut pointers = [(&raw mut params).cast::<c_void>()];
+    let (function, none) = (kernel.cu_function(), ptr::null_mut());
+    // SAFETY: the driver copies configuration, attribute and parameters, of the kernel's one struct, before it returns; the function's module
+    // lives as long as the kernel that is borrowed. The rest is this function's contract.
+    let queued = unsafe { sys::cuLaunchKernelEx(&raw const config, function, pointers.as_mut_ptr(), none) };
+    queued.result().map_err(during(doing))
 }

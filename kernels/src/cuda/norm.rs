@@ -78,7 +78,7 @@ pub fn add_rms_norm<T: Half>(stream: &Stream, args: AddNorm<'_, T>) -> Result<()
         hidden: hidden as u32,
         epsilon,
     };
-    let grid = Grid { blocks: (blocks("rows", count)?, 1), threads: warps(threads) };
+    let grid = Grid { blocks: (blocks("rows", count)?, 1), threads: warps(threads), shared: 0 };
     let kernel = &stream.device().kernels().add_rms_norm[T::INDEX];
     // SAFETY: `count` blocks each read row `rows[i] < all` of `x` and `delta` and write row `i` of `out`, all `hidden` long, a whole number of
     // packs, which 8 packs for each of the threads cover. `x`, where written, and `out` are borrowed mutably.

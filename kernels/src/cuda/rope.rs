@@ -75,7 +75,8 @@ impl DeviceAngles {
             magnitude: self.magnitude,
             unused: 0,
         };
-        let grid = Grid { blocks: (blocks("angles", turns.len().div_ceil(256))?, 1), threads: 256 };
+        let grid =
+            Grid { blocks: (blocks("angles", turns.len().div_ceil(256))?, 1), threads: 256, shared: 0 };
         // SAFETY: a thread for each of `tokens * pairs` turns, which the part has; positions has `tokens`, frequencies `pairs` elements.
         unsafe { launch(stream, &stream.device().kernels().rope_angles, "RoPE angles", grid, params) }
     }
@@ -178,7 +179,7 @@ pub fn rope_into_kv<T: Half>(stream: &Stream, args: RopeIntoKv<'_, T>) -> Result
         unused: 0,
     };
     let units = all_heads * (d / (2 * PACK));
-    let grid = Grid { blocks: (blocks("tokens", tokens)?, 1), threads: warps(units.min(512)) };
+    let grid = Grid { blocks: (blocks("tokens", tokens)?, 1), threads: warps(units.min(512)), shared: 0 };
     let kernel = &stream.device().kernels().rope_into_kv[T::INDEX];
     // SAFETY: a block per token, each within its row of `qkv`, `width` elements, and its row of turns, `d / 2`. Having the batch tells that
     // every token's row, position and block are inside the tables and the capacity; `layer` is one of the layout's, so that all writes are

@@ -21,7 +21,7 @@ use crate::sample::{Adjustment, SampleError};
 pub struct SampleRow<'a> {
     /// Which row of the logits. One that is adjusted is named once.
     pub logits_row: u32,
-    /// Temperature, `top_k`, `top_p`, seed, and how many log-probabilities to report.
+    /// Temperature, `top_k`, `top_p`, seed, how many log-probabilities to report, and the penalties for tokens in `adjustments`.
     pub params: SamplingParams,
     /// Tokens of less than this share of the best one's probability are left out; 0 leaves out none.
     pub min_p: f32,
@@ -29,8 +29,6 @@ pub struct SampleRow<'a> {
     pub choice: u32,
     /// Where the token will stand.
     pub position: u32,
-    /// Applied to the logits of the tokens in `adjustments`.
-    pub penalties: Penalties,
     /// Tokens with penalties or a bias, each once.
     pub adjustments: &'a [Adjustment],
 }
@@ -253,8 +251,8 @@ impl Sampler {
         let kernels = stream.device().kernels();
         let parts = Parts::new(self.vocabulary, rows, stream.device().info().multiprocessors);
         let mut select = self.select(logits, parts);
-        let per_row = Grid { blocks: (rows as u32, 1), threads: 128 };
-        let per_part = Grid { blocks: (parts.count as u32, rows as u32), threads: 1024 };
+        let per_row = Grid { blocks: (rows as u32, 1), threads: 128, shared: 0 };
+        let per_part = Grid { blocks: (parts.count as u32, rows as u32), threads: 1024, shared: 0 };
         let adjust = self.adjust(logits);
         if self.step.adjusts {
             // SAFETY: a block per row; having set the rows tells that a row's adjustments lie between its end and the one before, and name
@@ -424,7 +422,7 @@ impl Host {
                 ranks: ranks.map_or(NO_RANKS, |ranks| ranks as u32),
             });
             logits_rows.push(row.logits_row);
-            let Penalties { repetition, frequency, presence } = row.penalties;
+            let Penalties { repetition, frequency, presence } = row.params.penalties;
             penalties.push([repetition, frequency, presence, 0.0]);
             adjustments.extend(row.adjustments.iter().map(|by| AdjustmentWords {
                 token: by.token.0,

@@ -3,6 +3,7 @@
 //! **Owns** the cases and what error is allowed. Inputs are random and always the same; outputs are poisoned first, so that an element that a
 //! kernel forgot is a NaN or a wrong byte. Twins compute in double precision from the same rounded inputs. **Never** measures time.
 
+mod attention;
 mod layers;
 mod products;
 mod sampling;
@@ -86,6 +87,8 @@ pub fn run(device: &Device, extent: Extent) -> Result<Vec<Row>, CudaError> {
     layers::check::<bf16>(&mut bench, extent)?;
     layers::check::<f16>(&mut bench, extent)?;
     sampling::check(&mut bench, extent)?;
+    attention::check::<bf16>(&mut bench, extent)?;
+    attention::check::<f16>(&mut bench, extent)?;
     products::check::<bf16>(&mut bench, extent)?;
     products::check::<f16>(&mut bench, extent)?;
     bench.stream.synchronize()?;

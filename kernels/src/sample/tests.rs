@@ -152,7 +152,7 @@ fn tokens_under_the_least_share_of_the_best_are_never_drawn_and_others_are() {
     let logits = logits(5, 3000, 6.0);
     let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     for (top_k, top_p) in [(None, 1.0), (None, 0.97), (Some(900), 1.0)] {
-        let params = SamplingParams { temperature: 1.5, top_p, top_k, seed: 3, logprobs: None };
+        let params = SamplingParams { temperature: 1.5, top_p, top_k, seed: 3, ..SamplingParams::GREEDY };
         let mut drawn = std::collections::BTreeSet::new();
         for position in 0..500 {
             let token = draw_above(&logits, &params, 0.2, 0, position).unwrap();

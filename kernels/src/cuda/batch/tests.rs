@@ -27,6 +27,24 @@ fn a_batch_lists_positions_rows_and_tables_and_pads_the_rest_with_no_row() {
 }
 
 #[test]
+fn rows_know_their_tokens_and_contexts_and_padding_has_none() {
+    let (first, second) = ([BlockId(7), BlockId(2)], [BlockId(9)]);
+    let rows = [
+        KvRow { first_position: 15, tokens: 2, table: &first },
+        KvRow { first_position: 4, tokens: 1, table: &second },
+    ];
+    let mut batch = lay_out(&rows, 5).unwrap();
+    batch.pad_rows(3);
+    assert_eq!(batch.rows, [0, 2, 0, /* starts */ 0, 2, 3, 3, /* contexts */ 17, 5, 0]);
+    assert_eq!(batch.row(1), BatchRow { table: 2, first_token: 2, tokens: 1, context: 5 });
+    assert_eq!(batch.row(2), BatchRow { table: 0, first_token: 3, tokens: 0, context: 0 });
+    // Refused rows leave it as it was.
+    let bad = [KvRow { first_position: 0, tokens: 17, table: &second }];
+    batch.lay_out(&layout(), 10, &bad, 20).unwrap_err();
+    assert_eq!(batch.row(0), BatchRow { table: 0, first_token: 0, tokens: 2, context: 17 });
+}
+
+#[test]
 fn rows_that_leave_their_table_or_the_arena_are_refused_with_numbers() {
     let table = [BlockId(3), BlockId(10)];
     let row = |first_position, tokens, table| KvRow { first_position, tokens, table };

@@ -102,7 +102,7 @@ fn draws(bench: &mut Bench, vocabulary: usize, shape: Shape) -> Result<(), CudaE
     let mut different = 0;
     for (row, got) in rows.iter().zip(&drawn) {
         let mut logits = row_logits(row).to_vec();
-        let adjusted = adjust(&mut logits, row.penalties, row.adjustments);
+        let adjusted = adjust(&mut logits, row.params.penalties, row.adjustments);
         let want =
             adjusted.and_then(|()| draw_above(&logits, &row.params, row.min_p, row.choice, row.position));
         different += usize::from(want != Ok(TokenId(*got)));
@@ -159,17 +159,14 @@ fn sample_row(row: usize, changes: &[Adjustment]) -> SampleRow<'_> {
     let adjusted = row >= WAYS.len() && !row.is_multiple_of(3);
     let logprobs = (row % 5 < 3).then(|| [0, 5, RANKS as u8][row % 3]);
     let seed = u64::from(word(40, row)) << 32 | u64::from(word(41, row));
+    let penalties =
+        if adjusted { Penalties { repetition: 1.2, frequency: 0.3, presence: 0.7 } } else { Penalties::NONE };
     SampleRow {
         logits_row: row as u32,
-        params: SamplingParams { temperature, top_p, top_k, seed, logprobs },
+        params: SamplingParams { temperature, top_p, top_k, seed, logprobs, penalties },
         min_p,
         choice: row as u32 % 3,
         position: 100 + 7 * row as u32,
-        penalties: if adjusted {
-            Penalties { repetition: 1.2, frequency: 0.3, presence: 0.7 }
-        } else {
-            Penalties::NONE
-        },
         adjustments: if adjusted { changes } else { &[] },
     }
 }

@@ -1,0 +1,384 @@
+//! Decode and prefill attention against double precision, and the promise that neighbours change no bits.
+
+use std::ops::Range;
+
+use pagedd_core::BlockId;
+
+use super::{Bench, Extent, Found, halves, word};
+use crate::cpu::attention::AttentionShape;
+use crate::cpu::kv::KvRow;
+use crate::cuda::{
+    Attention, Buffer, CudaError, DecodeLimits, DecodePlan, DeviceBatch, DeviceKvLayout, Graph, Half,
+    PrefillPlan, decode, prefill,
+};
+
+/// Layers of an arena, and the one attended to. The others hold NaNs.
+const LAYERS: usize = 3;
+const LAYER: usize = 1;
+/// Bits of an element that no kernel wrote, and of every slot that holds no token: a NaN.
+const UNTOUCHED: u16 = 0xffff;
+/// Tokens and rows of padding.
+const PADDING: (usize, usize) = (3, 2);
+
+/// Positions that a row's last query sees, and its queries.
+type Sequence = (usize, usize);
+
+#[derive(Clone, Copy)]
+struct Shape {
+    kv_heads: usize,
+    group: usize,
+    head_dim: usize,
+    block_size: usize,
+    by_layer: bool,
+}
+
+pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
+    // The first row of a decode batch is a prompt's, which decode must leave alone.
+    let singles: &[Sequence] = &[
+        (9, 9),
+        (1, 1),
+        (15, 1),
+        (16, 1),
+        (17, 1),
+        (129, 1),
+        (255, 1),
+        (256, 1),
+        (257, 1),
+        (700, 1),
+        (2300, 1),
+    ];
+    let guesses: &[Sequence] = &[(9, 9), (2, 2), (5, 5), (131, 4), (259, 6), (513, 3), (400, 1)];
+    let prompts: &[Sequence] = &[(1, 1), (17, 17), (64, 64), (300, 300), (333, 70), (129, 1)];
+    let chunks: &[Sequence] = &[(65, 65), (700, 33), (1025, 2)];
+    for head_dim in [64, 80, 96, 128, 256] {
+        let shape =
+            |kv_heads, group, block_size, by_layer| Shape { kv_heads, group, head_dim, block_size, by_layer };
+        if extent == Extent::Minimal {
+            let problem =
+                Problem::<T>::new(bench, shape(1, 3, 16, false), &[(9, 9), (280, 1), (19, 6), (64, 1)])?;
+            problem.decodes(bench, extent)?;
+            let problem = Problem::<T>::new(bench, shape(1, 3, 16, false), &[(70, 70), (330, 5)])?;
+            problem.prefills(bench, extent)?;
+            continue;
+        }
+        for shape in
+            [shape(2, 4, 16, false), shape(1, 16, 512, true), shape(3, 3, 64, false), shape(2, 7, 32, true)]
+        {
+            for sequences in [singles, guesses] {
+                Problem::<T>::new(bench, shape, sequences)?.decodes(bench, extent)?;
+            }
+            for sequences in [prompts, chunks] {
+                Problem::<T>::new(bench, shape, sequences)?.prefills(bench, extent)?;
+            }
+        }
+        Problem::<T>::new(bench, shape(4, 1, 128, false), singles)?.decodes(bench, extent)?;
+    }
+    Ok(())
+}
+
+/// Random keys, values and queries, in blocks of random order.
+struct Problem<T: Half> {
+    shape: Shape,
+    layout: DeviceKvLayout,
+    capacity: u32,
+    sequences: Vec<Sequence>,
+    tables: Vec<Vec<BlockId>>,
+    arena: Vec<u16>,
+    on_device: Buffer<u8>,
+    /// Per sequence, `[queries][heads][head_dim]`.
+    queries: Vec<Vec<T>>,
+}
+
+/// Queries of a sequence: the row of a batch.
+#[derive(Clone)]
+struct Part {
+    sequence: usize,
+    queries: Range<usize>,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Kernel {
+    Decode,
+    /// As decode, captured and replayed.
+    Replay,
+    /// One of those for this size of heads; `None`: as the size of the batch asks.
+    Prefill(Option<usize>),
+}
+
+impl<T: Half> Problem<T> {
+    fn new(bench: &Bench, shape: Shape, sequences: &[Sequence]) -> Result<Self, CudaError> {
+        let Shape { kv_heads, group, head_dim: d, block_size, by_layer } = shape;
+        let blocks: Vec<usize> = sequences.iter().map(|&(context, _)| context.div_ceil(block_size)).collect();
+        // One block is nobody's, and at the end of every table.
+        let capacity = blocks.iter().sum::<usize>() as u32 + 1;
+        let mut order: Vec<u32> = (0..capacity).collect();
+        for i in (1..order.len()).rev() {
+            order.swap(i, word(300, i) as usize % (i + 1));
+        }
+        let nobody = order[capacity as usize - 1];
+        let mut free = order.iter().map(|&block| BlockId(block));
+        let table = |&count: &usize| free.by_ref().take(count).chain([BlockId(nobody)]).collect();
+        let tables: Vec<Vec<BlockId>> = blocks.iter().map(table).collect();
+        let layout = if by_layer {
+            DeviceKvLayout::layers_outermost(LAYERS, kv_heads, d, block_size, capacity)?
+        } else {
+            DeviceKvLayout::blocks_outermost(LAYERS, kv_heads, d, block_size)?
+        };
+        let mut arena = vec![UNTOUCHED; layout.arena_bytes(capacity)? / 2];
+        for (index, &(context, _)) in sequences.iter().enumerate() {
+            let kv = halves::<T>(310 + index as u32, 2 * kv_heads * context * d);
+            for (row, data) in kv.chunks_exact(d).enumerate() {
+                let (head, position) = (row / context, row % context);
+                let block = tables[index][position / block_size].0;
+                let at = layout.offset(block, LAYER, head / kv_heads, head % kv_heads, position % block_size);
+                for (to, x) in arena[at / 2..][..d].iter_mut().zip(data) {
+                    *to = x.to_bits();
+                }
+            }
+        }
+        let bytes: Vec<u8> = arena.iter().flat_map(|bits| bits.to_le_bytes()).collect();
+        let queries = |(index, &(_, count)): (usize, &Sequence)| {
+            halves(330 + index as u32, count * kv_heads * group * d)
+        };
+        Ok(Self {
+            shape,
+            layout,
+            capacity,
+            sequences: sequences.to_vec(),
+            tables,
+            arena,
+            on_device: bench.copy(&bytes)?,
+            queries: sequences.iter().enumerate().map(queries).collect(),
+        })
+    }
+
+    fn heads(&self) -> usize {
+        self.shape.kv_heads * self.shape.group
+    }
+
+    /// Elements of a token's queries.
+    fn width(&self) -> usize {
+        self.heads() * self.shape.head_dim
+    }
+
+    fn whole(&self, sequence: usize) -> Part {
+        Part { sequence, queries: 0..self.sequences[sequence].1 }
+    }
+
+    fn all(&self) -> Vec<Part> {
+        (0..self.sequences.len()).map(|sequence| self.whole(sequence)).collect()
+    }
+
+    /// Runs a batch of `parts`, of which the first `skipped` are not the kernel's, and gives the bits of all outputs, padding included.
+    fn run(
+        &self,
+        bench: &mut Bench,
+        kernel: Kernel,
+        parts: &[Part],
+        skipped: usize,
+    ) -> Result<Vec<u16>, CudaError> {
+        let row = |part: &Part| {
+            let (context, count) = self.sequences[part.sequence];
+            let first_position = (context - count + part.queries.start) as u32;
+            let table = &self.tables[part.sequence][..];
+            KvRow { first_position, tokens: part.queries.len() as u32, table }
+        };
+        let rows: Vec<KvRow<'_>> = parts.iter().map(row).collect();
+        let tokens = rows.iter().map(|row| row.tokens as usize).sum::<usize>() + PADDING.0;
+        let entries = rows.iter().map(|row| row.table.len()).sum();
+        let room = (tokens, rows.len() + PADDING.1, entries);
+        let mut batch = DeviceBatch::with_capacity(&bench.stream, self.layout, self.capacity, room)?;
+        batch.set(&bench.stream, &mut bench.ring, &rows, tokens)?;
+
+        // Queries lie in rows with keys and values, as projections give them.
+        let gap = 2 * self.shape.kv_heads * self.shape.head_dim;
+        let mut q = vec![T::of_bits(UNTOUCHED); tokens * (self.width() + gap)];
+        let of_parts = parts.iter().flat_map(|part| {
+            let Range { start, end } = part.queries;
+            self.queries[part.sequence][start * self.width()..end * self.width()].chunks_exact(self.width())
+        });
+        for (to, from) in q.chunks_exact_mut(self.width() + gap).zip(of_parts) {
+            to[..self.width()].copy_from_slice(from);
+        }
+        let q = bench.copy(&q)?;
+        let mut out = bench.poisoned::<T>(tokens * self.width())?;
+        let (stream, heads) = (&bench.stream, self.heads());
+        let args = Attention {
+            q: q.all(),
+            shape: AttentionShape { heads, scale: (self.shape.head_dim as f32).sqrt().recip() },
+            batch: &batch,
+            layer: LAYER,
+            arena: self.on_device.all(),
+            out: out.all_mut(),
+        };
+        match kernel {
+            Kernel::Prefill(tile) => {
+                let mut plan = PrefillPlan::new(stream, &self.layout, heads, (tokens, rows.len()))?;
+                plan.set_tile(stream, &mut bench.ring, &batch, skipped..rows.len(), tile)?;
+                prefill(stream, &plan, args)?;
+            }
+            Kernel::Decode | Kernel::Replay => {
+                let planned = skipped..rows.len() + PADDING.1;
+                let mut plan = DecodePlan::new(stream, &self.layout, heads, self.limits(&parts[skipped..]))?;
+                let queue = |stream: &_| {
+                    plan.set(stream, &batch, planned)?;
+                    decode(stream, &mut plan, args)
+                };
+                if kernel == Kernel::Replay {
+                    let graph = Graph::capture(stream, queue)?;
+                    graph.replay()?;
+                    stream.synchronize()?;
+                } else {
+                    queue(stream)?;
+                }
+            }
+        }
+        let out = out.all().to_vec(stream)?;
+        Ok(out.into_iter().map(T::to_bits).collect())
+    }
+
+    /// Exactly as much as these rows need.
+    fn limits(&self, parts: &[Part]) -> DecodeLimits {
+        let units = |part: &Part| {
+            let (context, count) = self.sequences[part.sequence];
+            let seen = context - count + part.queries.end;
+            DecodeLimits::units_of(part.queries.len(), self.shape.group, seen)
+        };
+        DecodeLimits {
+            rows: parts.len() + PADDING.1,
+            queries: parts.iter().map(|part| part.queries.len()).max().unwrap_or(1),
+            units: parts.iter().map(units).sum(),
+        }
+    }
+
+    fn decodes(&self, bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
+        let out = self.run(bench, Kernel::Decode, &self.all(), 1)?;
+        self.judge(bench, "decode", self.name(""), &out, 1);
+        let replayed = self.run(bench, Kernel::Replay, &self.all(), 1)?;
+        let count = usize::from(replayed != out);
+        bench.report("decode", self.name(", replayed"), Found::Different { count, of: 1 });
+        if extent == Extent::Full {
+            self.alone(bench, Kernel::Decode, "decode", self.name(", alone"), &out, 1)?;
+        }
+        Ok(())
+    }
+
+    fn prefills(&self, bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
+        let out = self.run(bench, Kernel::Prefill(None), &self.all(), 0)?;
+        self.judge(bench, "prefill", self.name(""), &out, 0);
+        if extent == Extent::Full {
+            self.alone(bench, Kernel::Prefill(None), "prefill", self.name(", alone and cut"), &out, 0)?;
+        }
+        let plan = PrefillPlan::new(&bench.stream, &self.layout, self.heads(), (0, 0))?;
+        let (mut different, tiles) = (0, plan.tiles(&bench.stream));
+        for tile in 0..tiles {
+            different += usize::from(self.run(bench, Kernel::Prefill(Some(tile)), &self.all(), 0)? != out);
+        }
+        bench.report("prefill", self.name(", every tile"), Found::Different { count: different, of: tiles });
+        Ok(())
+    }
+
+    fn name(&self, what: &str) -> String {
+        let Shape { kv_heads, group, head_dim, block_size, .. } = self.shape;
+        let (longest, queries) =
+            self.sequences.iter().fold((0, 0), |(c, q), &(context, count)| (c.max(context), q.max(count)));
+        format!(
+            "{} {kv_heads}x{group} of {head_dim}, blocks of {block_size}, {queries} on {longest}{what}",
+            T::NAME
+        )
+    }
+
+    /// The largest error of a head of a token, and how many other elements were written.
+    fn judge(&self, bench: &mut Bench, kernel: &'static str, name: String, out: &[u16], skipped: usize) {
+        let d = self.shape.head_dim;
+        // Of the norm of a token's head. Weights and outputs are rounded: 2e-3 of the norm in bf16; twice that where one weight dominates.
+        let allowed = 2.0 * T::ROUNDING;
+        let (mut worst, mut stray) = (0.0_f64, 0);
+        let mut tokens = out.chunks_exact(self.width());
+        for (sequence, &(_, count)) in self.sequences.iter().enumerate() {
+            let got = tokens.by_ref().take(count);
+            if sequence < skipped {
+                stray += got.flatten().filter(|&&bits| bits != UNTOUCHED).count();
+                continue;
+            }
+            let got: Vec<f64> = got.flatten().map(|&bits| T::of_bits(bits).to_f64()).collect();
+            let want = self.reference(sequence);
+            for (got, want) in got.chunks_exact(d).zip(want.chunks_exact(d)) {
+                let off: f64 = got.iter().zip(want).map(|(g, w)| (g - w) * (g - w)).sum();
+                let norm: f64 = want.iter().map(|w| w * w).sum();
+                worst = super::layers::larger(worst, (off / norm).sqrt() / allowed);
+            }
+        }
+        stray += tokens.flatten().filter(|&&bits| bits != UNTOUCHED).count();
+        bench.report(kernel, name.clone(), Found::Error(worst));
+        bench.report(kernel, name + ", rest", Found::Different { count: stray, of: out.len() });
+    }
+
+    /// `[queries][heads][head_dim]` of a sequence in double precision.
+    fn reference(&self, sequence: usize) -> Vec<f64> {
+        let Shape { kv_heads, group, head_dim: d, block_size, .. } = self.shape;
+        let (context, count) = self.sequences[sequence];
+        let q: Vec<f64> = self.queries[sequence].iter().map(|x| x.to_f64()).collect();
+        let mut out = vec![0.0; count * self.width()];
+        for kv_head in 0..kv_heads {
+            let [keys, values] = [0, 1].map(|part| -> Vec<f64> {
+                let slot = |position: usize| {
+                    let block = self.tables[sequence][position / block_size].0;
+                    self.layout.offset(block, LAYER, part, kv_head, position % block_size) / 2
+                };
+                let bits = (0..context).flat_map(|position| &self.arena[slot(position)..][..d]);
+                bits.map(|&bits| T::of_bits(bits).to_f64()).collect()
+            });
+            for (query, head) in
+                (0..count).flat_map(|query| (0..group).map(move |h| (query, kv_head * group + h)))
+            {
+                let at = query * self.width() + head * d;
+                let seen = context - count + query + 1;
+                let dot = |key: &[f64]| q[at..at + d].iter().zip(key).map(|(a, b)| a * b).sum::<f64>();
+                let scores: Vec<f64> =
+                    keys.chunks_exact(d).take(seen).map(|key| dot(key) / (d as f64).sqrt()).collect();
+                let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
+                let total: f64 = weights.iter().sum();
+                for (weight, value) in weights.iter().zip(values.chunks_exact(d)) {
+                    for (sum, x) in out[at..at + d].iter_mut().zip(value) {
+                        *sum += weight / total * x;
+                    }
+                }
+            }
+        }
+        out
+    }
+
+    /// How many sequences have other bits without their neighbours; with prefill, also when their queries come in two steps.
+    fn alone(
+        &self,
+        bench: &mut Bench,
+        kernel: Kernel,
+        label: &'static str,
+        name: String,
+        out: &[u16],
+        skipped: usize,
+    ) -> Result<(), CudaError> {
+        let (mut first, mut different, mut of) = (0, 0, 0);
+        for (sequence, &(_, count)) in self.sequences.iter().enumerate() {
+            let batch = &out[first * self.width()..][..count * self.width()];
+            first += count;
+            if sequence < skipped {
+                continue;
+            }
+            let cut = count / 3 + 1;
+            let steps = [0..count, 0..cut, cut..count];
+            let steps = if kernel == Kernel::Decode || count == 1 { &steps[..1] } else { &steps };
+            for queries in steps {
+                let part = Part { sequence, queries: queries.clone() };
+                let got = self.run(bench, kernel, &[part], 0)?;
+                let want = &batch[queries.start * self.width()..queries.end * self.width()];
+                different += usize::from(got[..want.len()] != *want);
+                of += 1;
+            }
+        }
+        bench.report(label, name, Found::Different { count: different, of });
+        Ok(())
+    }
+}
