@@ -1,6 +1,8 @@
-//! Times GPU kernels on the shapes of real models: `cuda_bench gemm`, `cuda_bench layers`, `cuda_bench sampling`.
+//! Times GPU kernels on the shapes of real models: `cuda_bench gemm`, `cuda_bench layers`, `cuda_bench sampling`, `cuda_bench attention`.
 //!
 //! Every number is of replayed graphs, by events of the device; weights rotate past the second-level cache.
+
+mod attention;
 
 use std::process::ExitCode;
 
@@ -20,8 +22,9 @@ fn main() -> ExitCode {
         "gemm" => gemm,
         "layers" => layers,
         "sampling" => sampling,
+        "attention" => attention::attention,
         _ => {
-            eprintln!("cuda_bench gemm | layers | sampling");
+            eprintln!("cuda_bench gemm | layers | sampling | attention");
             return ExitCode::from(2);
         }
     };

@@ -1,0 +1,143 @@
+//! Attention over paged KV: decode in bytes of KV a second, prefill in operations a second.
+
+use half::bf16;
+use pagedd_core::BlockId;
+use pagedd_kernels::cuda::{
+    Attention, Buffer, CudaError, DecodeLimits, DecodePlan, DeviceBatch, DeviceKvLayout, Graph, PinnedRing,
+    PrefillPlan, Stream, decode, fill_normal, prefill,
+};
+use pagedd_kernels::{AttentionShape, KvRow};
+
+use super::time;
+
+/// Name, KV heads, query heads of each, size of heads.
+type Heads = (&'static str, usize, usize, usize);
+const LLAMA: Heads = ("llama-3-8b", 8, 4, 128);
+const SMOL: Heads = ("smollm2-135m", 3, 3, 64);
+
+/// Bytes of KV that layers rotate through, far more than the second-level cache.
+const WORKING_SET: usize = 1 << 30;
+const BLOCK: usize = 16;
+
+/// Positions that the last query of a row sees, and its queries.
+type Sequence = (usize, usize);
+
+pub fn attention(stream: &Stream) -> Result<(), CudaError> {
+    println!("{:<13} {:<36} {:>9} {:>8} {:>8}", "model", "bf16, blocks of 16", "µs", "GB/s", "TFLOP/s");
+    let mixed: Vec<Sequence> = (0..64).map(|i| (128_usize << (i % 8), 1)).collect();
+    let decodes: [(Heads, &str, Vec<Sequence>); 7] = [
+        (LLAMA, "decode 1 x 1024", vec![(1024, 1); 1]),
+        (LLAMA, "decode 8 x 1024", vec![(1024, 1); 8]),
+        (LLAMA, "decode 64 x 1024", vec![(1024, 1); 64]),
+        (LLAMA, "decode 256 x 1024", vec![(1024, 1); 256]),
+        (LLAMA, "decode 1 x 32500", vec![(32_500, 1); 1]),
+        (LLAMA, "decode 64 x 128 to 16384", mixed),
+        (SMOL, "decode 64 x 1024", vec![(1024, 1); 64]),
+    ];
+    for (heads, name, sequences) in decodes {
+        case(stream, heads, name, &sequences, true)?;
+    }
+    let prefills: [(Heads, &str, Vec<Sequence>); 6] = [
+        (LLAMA, "prefill 1 x 8192", vec![(8192, 8192)]),
+        (LLAMA, "prefill 1 x 2048", vec![(2048, 2048)]),
+        (LLAMA, "prefill 16 x 512", vec![(512, 512); 16]),
+        (LLAMA, "prefill 512 after 7680", vec![(8192, 512)]),
+        (LLAMA, "prefill 64 after 4032", vec![(4096, 64)]),
+        (SMOL, "prefill 1 x 8192", vec![(8192, 8192)]),
+    ];
+    for (heads, name, sequences) in prefills {
+        case(stream, heads, name, &sequences, false)?;
+    }
+    Ok(())
+}
+
+fn case(
+    stream: &Stream,
+    (model, kv_heads, group, head_dim): Heads,
+    name: &str,
+    sequences: &[Sequence],
+    decoding: bool,
+) -> Result<(), CudaError> {
+    let (heads, tokens) = (kv_heads * group, sequences.iter().map(|&(_, count)| count).sum());
+    let contexts: usize = sequences.iter().map(|&(context, _)| context).sum();
+    let bytes = contexts * 2 * kv_heads * head_dim * 2;
+    let layers = WORKING_SET.div_ceil(bytes).clamp(2, 64);
+    let blocks: Vec<usize> = sequences.iter().map(|&(context, _)| context.div_ceil(BLOCK)).collect();
+    let capacity = blocks.iter().sum::<usize>();
+    let layout = DeviceKvLayout::blocks_outermost(layers, kv_heads, head_dim, BLOCK)?;
+    let arena = random_bytes(stream, layout.arena_bytes(capacity as u32)?)?;
+    // Blocks lie as they do after a while: all over the arena.
+    let stride = [7919, 7907, 7901].into_iter().find(|&prime| !capacity.is_multiple_of(prime)).unwrap_or(1);
+    let mut next = (0..capacity).map(|i| BlockId((i * stride % capacity) as u32));
+    let tables: Vec<Vec<BlockId>> = blocks.iter().map(|&count| next.by_ref().take(count).collect()).collect();
+    let rows: Vec<KvRow<'_>> = sequences
+        .iter()
+        .zip(&tables)
+        .map(|(&(context, count), table)| KvRow {
+            first_position: (context - count) as u32,
+            tokens: count as u32,
+            table,
+        })
+        .collect();
+    let mut ring = PinnedRing::new(stream.device(), 8, 1 << 20)?;
+    let mut batch =
+        DeviceBatch::with_capacity(stream, layout, capacity as u32, (tokens, rows.len(), capacity))?;
+    batch.set(stream, &mut ring, &rows, tokens)?;
+    let mut q = Buffer::<bf16>::zeroed(stream, tokens * heads * head_dim)?;
+    fill_normal(stream, 4, 1.0, &mut q.all_mut())?;
+    let out = Buffer::<bf16>::zeroed(stream, q.len())?;
+    let shape = AttentionShape { heads, scale: (head_dim as f32).sqrt().recip() };
+    let mut operands = Operands { q, shape, batch, arena, out };
+    let took = if decoding {
+        let units = |&(context, count): &Sequence| DecodeLimits::units_of(count, group, context);
+        let limits = DecodeLimits { rows: rows.len(), queries: 1, units: sequences.iter().map(units).sum() };
+        let mut plan = DecodePlan::new(stream, &layout, heads, limits)?;
+        plan.set(stream, &operands.batch, 0..rows.len())?;
+        let all =
+            |stream: &Stream| (0..layers).try_for_each(|layer| decode(stream, &mut plan, operands.of(layer)));
+        time(stream, &Graph::capture(stream, all)?, 15)?
+    } else {
+        let mut plan = PrefillPlan::new(stream, &layout, heads, (tokens, rows.len()))?;
+        plan.set(stream, &mut ring, &operands.batch, 0..rows.len())?;
+        let all =
+            |stream: &Stream| (0..layers).try_for_each(|layer| prefill(stream, &plan, operands.of(layer)));
+        time(stream, &Graph::capture(stream, all)?, 15)?
+    } / layers as f64;
+    let pairs: usize = sequences.iter().map(|&(context, count)| count * (2 * context - count + 1) / 2).sum();
+    println!(
+        "{model:<13} {name:<36} {took:>9.1} {:>8.0} {:>8.1}",
+        bytes as f64 / took / 1e3,
+        (4 * pairs * heads * head_dim) as f64 / took / 1e6
+    );
+    Ok(())
+}
+
+/// What all layers share.
+struct Operands {
+    q: Buffer<bf16>,
+    shape: AttentionShape,
+    batch: DeviceBatch,
+    arena: Buffer<u8>,
+    out: Buffer<bf16>,
+}
+
+impl Operands {
+    fn of(&mut self, layer: usize) -> Attention<'_, bf16> {
+        let Self { q, shape, batch, arena, out } = self;
+        Attention { q: q.all(), shape: *shape, batch, layer, arena: arena.all(), out: out.all_mut() }
+    }
+}
+
+/// The bytes of random numbers, the same again and again.
+fn random_bytes(stream: &Stream, count: usize) -> Result<Buffer<u8>, CudaError> {
+    let mut numbers = Buffer::<bf16>::zeroed(stream, 8 << 20)?;
+    fill_normal(stream, 3, 1.0, &mut numbers.all_mut())?;
+    let numbers = numbers.all().to_vec(stream)?;
+    let bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let mut arena = Buffer::<u8>::zeroed(stream, count)?;
+    for first in (0..count).step_by(bytes.len()) {
+        let part = bytes.len().min(count - first);
+        arena.part_mut(first..first + part)?.copy_from(stream, &bytes[..part])?;
+    }
+    Ok(arena)
+}
