@@ -27,7 +27,7 @@ use crate::cpu::attention::AttentionShape;
 use crate::error::{KvError, length, product};
 
 /// Positions after which decode sets a result aside, to be merged.
-pub const SPLIT: usize = 1 << LOG2_SPLIT;
+const SPLIT: usize = 1 << LOG2_SPLIT;
 const LOG2_SPLIT: u32 = 8;
 /// Packed rows (queries times the query heads of a KV head) of one unit of decode work.
 const UNIT_ROWS: usize = 16;

@@ -71,7 +71,7 @@ impl fmt::Display for Row {
 /// How much is checked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Extent {
-    /// Shapes of real models: about ten seconds.
+    /// Shapes of real models: about half a minute.
     Full,
     /// The smallest shapes that reach every branch of the kernels: for tools that slow a program down a thousand times.
     Minimal,
