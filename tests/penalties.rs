@@ -119,7 +119,10 @@ fn bug_18_after_a_kill_of_worker_and_daemon_penalties_take_what_was_generated_fo
                 assert_eq!(exchange.advance(), Ok(true), "{}", exchange.so_far());
             }
         }
-        assert!(daemon.model()["running"].as_u64() > Some(0), "they were to live through it");
+        // What is shown is of some moments ago.
+        wait::until("they are seen to run", Duration::from_secs(1), || {
+            daemon.model()["running"].as_u64() > Some(0)
+        });
         let pid = match part {
             "worker" => daemon.model()["worker_pid"].clone(),
             _ => daemon.status()["pid"].clone(),
