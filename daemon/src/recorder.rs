@@ -567,6 +567,12 @@ impl Work {
             let keeps = self.writer.db().keeps_ended().unwrap_or(true);
             let wait = if expired.more { Duration::ZERO } else { self.expire_every() };
             self.expire_at = keeps.then(|| Instant::now() + wait);
+            if !keeps {
+                if let Err(error) = self.writer.db().release_memory() {
+                    warn!(%error, "the journal keeps its cache");
+                }
+                pagedd_host::memory::give_back();
+            }
         }
     }
 
