@@ -102,7 +102,8 @@ fn bug_18_after_a_kill_of_worker_and_daemon_penalties_take_what_was_generated_fo
     let folder = tempfile::tempdir().expect("a folder for the model");
     let mut daemon = Site::new(&tiny::yaml(folder.path())).start();
     let acme = daemon.add_tenant_of(tiny::MIX.model, "acme", "0%", "100%");
-    let asks = asks(600);
+    // Long enough that all of them run when the kill comes.
+    let asks = asks(3000);
     let alone = one_by_one(&acme, &asks, "alone");
     for part in ["worker", "daemon"] {
         let mut exchanges: Vec<_> = asks
@@ -118,7 +119,10 @@ fn bug_18_after_a_kill_of_worker_and_daemon_penalties_take_what_was_generated_fo
                 assert_eq!(exchange.advance(), Ok(true), "{}", exchange.so_far());
             }
         }
-        assert!(daemon.model()["running"].as_u64() > Some(0), "they were to live through it");
+        // What is shown is of some moments ago.
+        wait::until("they are seen to run", Duration::from_secs(1), || {
+            daemon.model()["running"].as_u64() > Some(0)
+        });
         let pid = match part {
             "worker" => daemon.model()["worker_pid"].clone(),
             _ => daemon.status()["pid"].clone(),

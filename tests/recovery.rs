@@ -124,7 +124,7 @@ const REMOVALS: [Case; 3] = [
     Case { load: Load::Removal, ..kills(&["fdstore-remove=panic", "journal-delete=panic"]) },
     Case {
         load: Load::Forgotten,
-        ..errors(&["journal-delete=1*return"], &["requests past their retention could not be deleted"])
+        ..errors(&["journal-delete=1*return"], &["requests that nobody needs any more could not be deleted"])
     },
 ];
 
@@ -168,8 +168,8 @@ const ERRORS: [Case; 5] = [
             "journal-count-replay=1*return;journal-clear-replays=1*return;fdstore-put=1*return;ledger-open=1*return",
         ],
         &[
-            "it is not on disk that this request is being admitted again",
-            "it is not on disk that this request was admitted again",
+            "it is not on disk that requests of an earlier daemon are admitted again",
+            "it is not on disk that requests of an earlier daemon go on",
             "cannot reach the service manager about fd worker-tiny",
             "what is in the KV arena will not be known after a restart",
         ],

@@ -166,5 +166,5 @@ fn a_file_that_is_no_model_fails_with_its_path_and_the_daemon_stays() {
 #[test]
 fn a_model_that_is_not_there_is_refused_with_its_path() {
     let path = Path::new("/nowhere/absent.gguf");
-    refused(&model_yaml("smollm2", path, "kv_memory: 4096 tokens"), &["/nowhere/absent.gguf", ":3:"]);
+    refused(&model_yaml("smollm2", path, "kv_memory: 4096 tokens"), &["/nowhere/absent.gguf", ":4:"]);
 }

@@ -207,16 +207,27 @@ pub fn start(
     Ok(Recorder { inbox, lookups, durability })
 }
 
-/// Admits requests of an earlier daemon again, each with which a daemon ended before its next token alone and before all others: where
-/// that ends this daemon too, the journal knows at which.
+/// Admits requests of an earlier daemon again. Those with which a daemon ended before their next token come before all others, and alone
+/// where it was more than one: where that ends this daemon too, the journal knows at which.
 pub async fn readmit(restored: Vec<Kept>, engine: EngineHandle<Box<Ticket>>, recorder: mpsc::Sender<Told>) {
     let count = restored.len();
     let (suspects, others): (Vec<Kept>, Vec<Kept>) = restored.into_iter().partition(|kept| kept.replays > 0);
-    for suspect in suspects {
+    let (again, mut once): (Vec<Kept>, Vec<Kept>) = suspects.into_iter().partition(|kept| kept.replays > 1);
+    for suspect in again {
         let request = suspect.admission.request;
-        info!(%request, "a daemon ended with this request; it is tried before others");
+        info!(%request, "daemons ended with this request; it is tried alone");
         let Some(proven) = hand_over(vec![suspect], &engine, &recorder).await else { return };
         drop(proven.await);
+    }
+    // Where a queue was under way all of it is under suspicion, and must not wait for one another for long. Of a group with which a daemon
+    // ends each is tried alone by the next.
+    let mut group = 1;
+    while !once.is_empty() {
+        let later = once.split_off(group.min(once.len()));
+        info!(requests = once.len(), "a daemon ended with these; they are tried before others");
+        let Some(proven) = hand_over(once, &engine, &recorder).await else { return };
+        drop(proven.await);
+        (once, group) = (later, group * 2);
     }
     if hand_over(others, &engine, &recorder).await.is_some() && count > 0 {
         info!(requests = count, "requests of an earlier daemon go on");
@@ -556,6 +567,12 @@ impl Work {
             let keeps = self.writer.db().keeps_ended().unwrap_or(true);
             let wait = if expired.more { Duration::ZERO } else { self.expire_every() };
             self.expire_at = keeps.then(|| Instant::now() + wait);
+            if !keeps {
+                if let Err(error) = self.writer.db().release_memory() {
+                    warn!(%error, "the journal keeps its cache");
+                }
+                pagedd_host::memory::give_back();
+            }
         }
     }
 

@@ -168,6 +168,7 @@ enum End {
 }
 
 fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
+    pagedd_host::memory::use_one_heap();
     start_log(&config);
     #[cfg(feature = "failpoints")]
     let _points = crate::points::set_up();

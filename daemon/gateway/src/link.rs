@@ -313,7 +313,14 @@ impl Link {
         open.readers += 1;
         let log = Arc::clone(&open.log);
         drop(logs);
-        Reader { link: Arc::clone(self), marks: log.marks(), log, role: Role::Observer, position: 0 }
+        Reader {
+            link: Arc::clone(self),
+            marks: log.marks(),
+            log,
+            role: Role::Observer,
+            position: 0,
+            broken: false,
+        }
     }
 
     fn own(&self, request: RequestId) {
@@ -380,6 +387,8 @@ pub struct Reader {
     marks: watch::Receiver<Mark>,
     role: Role,
     position: u64,
+    /// Its client does not have all that was read.
+    broken: bool,
 }
 
 /// There is nothing (more) to read.
@@ -481,6 +490,11 @@ impl Reader {
         matches!(self.log.mark(), Mark::Ended { entries } if entries == self.position)
     }
 
+    /// The client does not have all that was read.
+    pub fn broke_off(&mut self) {
+        self.broken = true;
+    }
+
     /// Entries that are known to exist: those here, and those the daemon had when it was asked.
     #[must_use]
     pub fn known(&self) -> u64 {
@@ -506,7 +520,7 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        self.link.leave(self.log.id(), self.role, self.is_at_end());
+        self.link.leave(self.log.id(), self.role, self.is_at_end() && !self.broken);
     }
 }
 

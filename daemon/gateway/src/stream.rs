@@ -314,7 +314,13 @@ impl Delivery {
                     done = true;
                 }
             }
-            if !part.is_empty() && sink.send(part.into()).await.is_err() || done {
+            let sent = part.is_empty() || sink.send(part.into()).await.is_ok();
+            // Room for all again: the connection has taken the last of it.
+            if !sent || (done && sink.reserve_many(sink.max_capacity()).await.is_err()) {
+                self.reader.broke_off();
+                return;
+            }
+            if done {
                 return;
             }
         }

@@ -60,6 +60,16 @@ pub fn rss(pid: u32) -> io::Result<Rss> {
     Ok(Rss { anon: bytes("RssAnon"), shmem: bytes("RssShmem"), file: bytes("RssFile") })
 }
 
+/// Has all threads of this process allocate from one heap. Each thread's own would keep its own free pieces; to be called before there is
+/// another thread.
+pub fn use_one_heap() {
+    #[cfg(target_env = "gnu")]
+    {
+        // SAFETY: it has no precondition; where it is refused nothing has changed.
+        unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+    }
+}
+
 /// Gives back to the system what this process has freed. The allocator keeps it otherwise, and a burst would be paid for as long as the
 /// process lives. Takes some milliseconds at most.
 pub fn give_back() {

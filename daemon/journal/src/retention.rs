@@ -51,6 +51,14 @@ impl JournalDb {
         Ok(rows(&self.db, &self.path, query, [], |row| row.get(0))?.pop().unwrap_or(false))
     }
 
+    /// Lets go of the pages that are cached.
+    ///
+    /// # Errors
+    /// From SQLite; nothing is lost.
+    pub fn release_memory(&self) -> Result<(), DbError> {
+        self.db.execute_batch("PRAGMA shrink_memory").map_err(|error| DbError::sql(&self.path, error))
+    }
+
     /// Deletes what ended longer ago than it is kept, and what is too much; a bounded number at once.
     ///
     /// # Errors

@@ -41,6 +41,22 @@ pub fn a_lock_ends_with_its_process() {
     assert!(StateLock::acquire(dir.path()).is_ok());
 }
 
+pub fn a_lock_that_a_dead_holders_child_still_has_is_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let (child, _open) = holder(dir.path());
+    child.kill().unwrap();
+    child.wait(LONG).unwrap().unwrap();
+    // This process has the lock as a child between fork and exec has it: it wrote no number of its own.
+    let lock = StateLock::acquire(dir.path()).unwrap();
+    std::fs::write(dir.path().join("lock"), format!("{}\n", child.pid())).unwrap();
+    let exec = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        drop(lock);
+    });
+    assert!(StateLock::acquire(dir.path()).is_ok());
+    exec.join().unwrap();
+}
+
 pub fn a_state_directory_that_does_not_exist_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("missing");
