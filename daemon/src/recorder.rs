@@ -425,7 +425,7 @@ impl Work {
             }
         });
         // Without fail points it has no use.
-        let _ = step;
+        let _ = (&self.writer, step);
     }
 
     /// A claimed key belongs to a request from now on.
