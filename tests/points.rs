@@ -68,8 +68,8 @@ fn kill(daemon: &Daemon) {
 #[test]
 fn a_request_at_whose_readmission_two_daemons_end_is_set_aside_and_the_others_go_on() {
     let folder = tempfile::tempdir().expect("a folder");
-    // The fourth daemon ends while it sets the request aside, and the fifth cannot write that.
-    let of_start = ["", "", "", "journal-set-aside=panic", "journal-set-aside=1*return"];
+    // The sixth daemon ends while it sets the request aside, and the seventh cannot write that.
+    let of_start = ["", "", "", "", "", "journal-set-aside=panic", "journal-set-aside=1*return"];
     let site = Site::new(&yaml(folder.path())).with_points(format!("readmit=return({DEADLY})"));
     let mut daemon = site.with_points_by_start(&of_start).start();
     let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
@@ -87,7 +87,7 @@ fn a_request_at_whose_readmission_two_daemons_end_is_set_aside_and_the_others_go
     });
     kill(&daemon);
     wait::until("another one stays", Duration::from_mins(1), || {
-        daemon.site().starts() == 6 && daemon.ctl(&["status"]).code == Some(0)
+        daemon.site().starts() == 8 && daemon.ctl(&["status"]).code == Some(0)
     });
     daemon.wait_ready();
     let [before, deadly, after] = ids.each_ref().map(|id| {

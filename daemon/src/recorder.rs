@@ -42,9 +42,9 @@ const EXPIRE_EVERY: (Duration, Duration) = (Duration::from_secs(1), Duration::fr
 const MOST_LOST_KEYS: usize = 1 << 16;
 /// Between two tries to put a request into an engine's full inbox.
 const INBOX_RETRY: Duration = Duration::from_millis(10);
-/// So many daemons ended with a request before anything came of it: it is not tried once more. At the first of them it may have been
-/// another's fault; at the others it was tried before all others.
-const MOST_REPLAYS: u32 = 3;
+/// A daemon has ended so often before anything came of a request: it is not tried once more. The first two may be others' fault; then it is
+/// tried alone.
+const MOST_REPLAYS: u32 = 4;
 
 /// What the recorder is told.
 pub enum Told {

@@ -138,6 +138,8 @@ fn a_request_with_which_daemons_end_is_found_among_others_that_run_with_it_and_t
     assert_eq!(counted(dir.path()), [(id(1), 0), (id(2), 2), (id(3), 2), (id(4), 1), (id(5), 1)]);
     // Each of the two alone, and before those that less speaks against.
     assert_eq!(life(dir.path(), deadly), [2, 3].map(id));
+    assert_eq!(counted(dir.path()), [(id(1), 0), (id(2), 0), (id(3), 3), (id(4), 1), (id(5), 1)]);
+    assert_eq!(life(dir.path(), deadly), [3].map(id), "somebody else may have ended the daemon");
     let last = found(dir.path());
     assert_eq!(last.set_aside, 1);
     let left: Vec<RequestId> = last.live.iter().map(|kept| kept.admission.request).collect();
