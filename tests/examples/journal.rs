@@ -97,5 +97,6 @@ fn ask(tenant: &Tenant, number: u32) {
     let body = json!({
         "model": MODEL, "prompt": ids, "max_tokens": 12_000, "n": CHOICES, "temperature": 1, "seed": number, "ignore_eos": true, "background": true,
     });
-    tenant.http.post("/v1/completions", &body).ok();
+    let answer = tenant.http.post("/v1/completions", &body);
+    assert_eq!(answer.status, 202, "{}", answer.text());
 }
