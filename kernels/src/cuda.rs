@@ -9,6 +9,7 @@
 mod attention;
 mod batch;
 mod buffer;
+mod decoder;
 mod device;
 mod elementwise;
 mod error;
@@ -25,6 +26,9 @@ mod stream;
 pub use attention::{Attention, DecodeLimits, DecodePlan, PrefillPlan, decode, prefill};
 pub use batch::{DeviceBatch, DeviceKvLayout, Indices};
 pub use buffer::{Buffer, Plain, View, ViewMut};
+pub use decoder::{
+    Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Draws, LayerPlaces, Place, bucket,
+};
 pub use device::{Device, DeviceInfo};
 pub use elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, silu_mul};
 pub use error::CudaError;

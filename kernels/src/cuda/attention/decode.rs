@@ -141,6 +141,20 @@ impl DecodePlan {
     /// The rows do not fit the limits or the batch (nothing was launched; the plan is for no batch), or the device failed.
     pub fn set(&mut self, stream: &Stream, batch: &DeviceBatch, rows: Range<usize>) -> Result<(), CudaError> {
         self.stamp = None;
+        self.check(batch, rows.clone())?;
+        self.rows = rows.len();
+        if self.rows > 0 {
+            self.launch(stream, batch, rows.start)?;
+        }
+        self.stamp = Some(batch.stamp());
+        Ok(())
+    }
+
+    /// `Ok` where the work of `rows` of the batch can be listed.
+    ///
+    /// # Errors
+    /// The rows do not fit the limits or the batch.
+    pub(in crate::cuda) fn check(&self, batch: &DeviceBatch, rows: Range<usize>) -> Result<(), CudaError> {
         check_batch(batch, self.shape)?;
         if rows.start > rows.end || rows.end > batch.room() {
             return Err(ShapeError::Length { what: "batch", needed: rows.end, found: batch.room() }.into());
@@ -149,7 +163,7 @@ impl DecodePlan {
             return Err(dimension("decode rows", "at most those of the plan's limits", rows.len()));
         }
         let mut units = 0_usize;
-        for row in rows.clone().map(|index| batch.row(index)) {
+        for row in rows.map(|index| batch.row(index)) {
             if row.tokens > self.limits.queries {
                 return Err(dimension(
                     "queries of a decode row",
@@ -165,11 +179,6 @@ impl DecodePlan {
         if units > self.limits.units {
             return Err(dimension("decode units", "at most those of the plan's limits", units));
         }
-        self.rows = rows.len();
-        if self.rows > 0 {
-            self.launch(stream, batch, rows.start)?;
-        }
-        self.stamp = Some(batch.stamp());
         Ok(())
     }
 

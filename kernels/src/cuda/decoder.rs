@@ -1,0 +1,316 @@
+//! The forward pass of a decoder on a device, and its draws.
+//!
+//! **Owns** the weights, the KV arena and all scratch memory of one model, the order of operations, and steps that were recorded as graphs.
+//! **Never** knows sequences: it takes rows with their blocks and gives draws.
+//!
+//! All of a step is queued on one stream; only [`Decoder::draws`] waits. Which kernel attends for a row follows from the row alone: one token
+//! goes through [`decode`](super::decode), several through [`prefill`](super::prefill).
+//!
+//! A step in which every row has one token and is drawn from is padded to a size of [`buckets`] and, from the second one of that size on,
+//! recorded and replayed: queueing some hundred kernels takes the host longer than some models take the device.
+#![allow(unsafe_code)]
+
+mod forward;
+mod shape;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+
+use pagedd_core::BlockId;
+
+pub use shape::{DecoderPlaces, DecoderShape, LayerPlaces, Place};
+
+use self::forward::{Head, Work};
+use super::attention::DecodeLimits;
+use super::batch::DeviceKvLayout;
+use super::elementwise::TokenSource;
+use super::error::CudaError;
+use super::graph::Recorded;
+use super::launch::Half;
+use super::norm::dimension;
+use super::pinned::Pinned;
+use super::sample::{Drawn, Ranked, SampleRow};
+use super::shared::SharedBuffer;
+use super::stream::Stream;
+use crate::cpu::kv::KvRow;
+use crate::error::length;
+
+/// Most that steps may ask of a decoder.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DecoderLimits {
+    /// Rows.
+    pub rows: usize,
+    /// Tokens of all rows.
+    pub tokens: usize,
+    /// Tokens that are drawn from.
+    pub wanted: usize,
+    /// Draws of one call of [`Decoder::draw`].
+    pub draws: usize,
+    /// Log-probabilities of a draw, beside that of its token.
+    pub ranks: usize,
+    /// Adjustments of one call of [`Decoder::draw`].
+    pub adjustments: usize,
+    /// Longest context.
+    pub context: usize,
+    /// Blocks of the arena.
+    pub blocks: u32,
+}
+
+/// Memory of a decoder that outlives its process.
+#[derive(Debug)]
+pub struct DecoderMemory {
+    /// Weights, as [`DecoderPlaces`] say.
+    pub weights: SharedBuffer,
+    /// The KV arena.
+    pub kv: SharedBuffer,
+    /// Bytes in both before the data: a multiple of 256.
+    pub offset: usize,
+}
+
+/// What a step computes.
+#[derive(Clone, Copy, Debug)]
+pub struct DecoderStep<'a> {
+    /// Copies before anything else: from which block, to which, how many tokens. None is both read and written.
+    pub copies: &'a [(BlockId, BlockId, usize)],
+    /// Rows; those with a single token first.
+    pub rows: &'a [KvRow<'a>],
+    /// The tokens of all rows, in order.
+    pub tokens: &'a [TokenSource],
+    /// Which tokens are drawn from, ascending.
+    pub wanted: &'a [u32],
+}
+
+/// What [`Decoder::draw`] gave.
+#[derive(Clone, Copy, Debug)]
+pub struct Draws<'a> {
+    /// Of each row.
+    pub drawn: &'a [Drawn],
+    /// The log-probability of each row's token, where any asked for some.
+    pub logprobs: &'a [f32],
+    /// `[rows][stride]`, likewise.
+    pub ranked: &'a [Ranked],
+    /// Ranks of a row.
+    pub stride: usize,
+}
+
+/// Memory that partial results of decode attention may take.
+const PARTIAL_BYTES: usize = 512 << 20;
+/// Block copies of one launch.
+const COPIES: usize = 1024;
+
+/// A decoder on a device.
+///
+/// Having one tells you: every tensor of its shape lies inside its weights, every block inside its arena, and scratch memory is there for any
+/// step within its limits.
+#[derive(Debug)]
+pub struct Decoder<T: Half> {
+    /// Before the memory that they use: what is recorded goes first.
+    graphs: HashMap<usize, Recorded>,
+    /// Sizes that ran once.
+    met: Vec<usize>,
+    work: Work<T>,
+    limits: DecoderLimits,
+    stream: Stream,
+    drawn: Pinned<Drawn>,
+    logprobs: Pinned<f32>,
+    ranked: Pinned<Ranked>,
+    /// Draws under way, and whether any is ranked.
+    pending: (usize, bool),
+    record: bool,
+}
+
+/// Rows that a step of single tokens is padded to.
+#[must_use]
+pub fn bucket(rows: usize) -> usize {
+    match rows {
+        0..=2 => rows,
+        3..=8 => rows.next_multiple_of(2),
+        9..=32 => rows.next_multiple_of(4),
+        33..=128 => rows.next_multiple_of(8),
+        129..=256 => rows.next_multiple_of(16),
+        _ => rows.next_multiple_of(64),
+    }
+}
+
+impl<T: Half> Decoder<T> {
+    /// A decoder over filled `memory`.
+    ///
+    /// # Errors
+    /// Shapes that kernels do not work with, memory of another size, not enough memory, or the device failed.
+    pub fn new(
+        stream: &Stream,
+        shape: DecoderShape,
+        layout: DeviceKvLayout,
+        memory: DecoderMemory,
+        limits: DecoderLimits,
+    ) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let padded = DecoderLimits {
+            rows: bucket(limits.rows),
+            tokens: limits.tokens.max(bucket(limits.rows)),
+            wanted: limits.wanted.max(bucket(limits.rows)),
+            ..limits
+        };
+        Ok(Self {
+            graphs: HashMap::new(),
+            met: Vec::new(),
+            work: Work::new(stream, shape, layout, memory, padded)?,
+            limits,
+            stream: stream.clone(),
+            drawn: Pinned::new(device, limits.draws)?,
+            logprobs: Pinned::new(device, limits.draws)?,
+            ranked: Pinned::new(device, limits.draws * limits.ranks)?,
+            pending: (0, false),
+            record: true,
+        })
+    }
+
+    /// Bytes of scratch memory that a decoder of this shape takes within these limits, about.
+    #[must_use]
+    pub fn scratch_bytes(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
+        let width = 3 * shape.hidden + shape.qkv_width() + shape.query_width() + 3 * shape.ffn;
+        let logits = limits.wanted * shape.vocabulary * size_of::<f32>();
+        let draws = limits.draws * (64 << 10);
+        limits.tokens * width * size_of::<T>() + logits + draws + PARTIAL_BYTES.min(partial_bytes(shape, limits)) + (128 << 20)
+    }
+
+    /// Weights and KV arena.
+    #[must_use]
+    pub fn memory(&self) -> &DecoderMemory {
+        &self.work.memory
+    }
+
+    /// Whether steps are recorded and replayed (the default).
+    pub fn set_recording(&mut self, record: bool) {
+        self.record = record;
+    }
+
+    /// How many sizes of steps are recorded.
+    #[must_use]
+    pub fn recorded(&self) -> usize {
+        self.graphs.len()
+    }
+
+    /// Queues copies, keys and values of all tokens, and the logits of those wanted.
+    ///
+    /// # Errors
+    /// The step is not within limits or not inside the arena (nothing was queued, or nothing but copies), or the device failed.
+    pub fn forward(&mut self, step: &DecoderStep<'_>) -> Result<(), CudaError> {
+        for copies in step.copies.chunks(COPIES) {
+            self.work.copy(&self.stream, copies)?;
+        }
+        let (rows, tokens) = (step.rows.len(), step.tokens.len());
+        for (what, found, most) in [
+            ("rows of a step", rows, self.limits.rows),
+            ("tokens of a step", tokens, self.limits.tokens),
+            ("tokens drawn from", step.wanted.len(), self.limits.wanted),
+        ] {
+            if found > most {
+                return Err(dimension(what, "at most the limit", found));
+            }
+        }
+        length("tokens of a step", step.rows.iter().map(|row| row.tokens as usize).sum(), tokens)?;
+        if rows == 0 {
+            return Ok(());
+        }
+        let single = step.rows.iter().take_while(|row| row.tokens == 1).count();
+        let all = tokens == rows && step.wanted.len() == rows;
+        if all && self.work.attends(step.rows) == rows { self.single(step) } else { self.mixed(step, single) }
+    }
+
+    /// A step in which every row has one token and is drawn from.
+    fn single(&mut self, step: &DecoderStep<'_>) -> Result<(), CudaError> {
+        let Self { work, stream, graphs, met, record, .. } = self;
+        let size = bucket(step.rows.len());
+        work.set(stream, step, size)?;
+        if let Some(graph) = graphs.get(&size) {
+            work.check_decode(size)?;
+            // SAFETY: all that was recorded lies in `work`, whose buffers are neither replaced nor freed before `graphs`. What proves that it
+            // stays inside was set for the same number of tokens and rows, within the same limits (`set`, `check_decode`).
+            return unsafe { graph.replay() };
+        }
+        if *record && met.contains(&size) {
+            let graph = Recorded::capture(stream, |stream| work.run(stream, size, size, Head::All))?;
+            let graph = graphs.entry(size).or_insert(graph);
+            // SAFETY: as above; it was set for this step.
+            return unsafe { graph.replay() };
+        }
+        work.run(stream, size, size, Head::All)?;
+        // Its algorithms are chosen and its kernels loaded: nothing of that can be recorded.
+        met.push(size);
+        Ok(())
+    }
+
+    fn mixed(&mut self, step: &DecoderStep<'_>, single: usize) -> Result<(), CudaError> {
+        let Self { work, stream, .. } = self;
+        work.set(stream, step, step.tokens.len())?;
+        // A row that decode has no room for goes through prefill.
+        let decoded = work.attends(&step.rows[..single]);
+        work.set_wanted(stream, step)?;
+        work.set_prefill(stream, decoded..step.rows.len())?;
+        let head = if step.wanted.is_empty() { Head::None } else { Head::Wanted };
+        work.run(stream, step.tokens.len(), decoded, head)
+    }
+
+    /// Queues draws from the logits of the last step, whose wanted tokens are the rows of logits. Replaces earlier draws.
+    ///
+    /// # Errors
+    /// A row that is not there or out of limits (nothing was queued), or the device failed.
+    pub fn draw(&mut self, rows: &[SampleRow<'_>]) -> Result<(), CudaError> {
+        self.pending = (0, false);
+        let ranked = rows.iter().any(|row| row.params.logprobs.is_some());
+        let Work { sampler, ring, logits, .. } = &mut self.work;
+        sampler.set(&self.stream, ring, rows)?;
+        sampler.run(&self.stream, &mut logits.all_mut())?;
+        self.drawn.download(&self.stream, sampler.drawn().part(0..rows.len())?)?;
+        if ranked {
+            self.logprobs.download(&self.stream, sampler.logprobs().part(0..rows.len())?)?;
+            self.ranked.download(&self.stream, sampler.ranked().part(0..rows.len() * self.limits.ranks)?)?;
+        }
+        self.pending = (rows.len(), ranked);
+        Ok(())
+    }
+
+    /// Waits for the last draws.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn draws(&self) -> Result<Draws<'_>, CudaError> {
+        let (count, ranked) = self.pending;
+        let stride = self.limits.ranks;
+        let drawn = &self.drawn.read()?[..count];
+        if !ranked {
+            return Ok(Draws { drawn, logprobs: &[], ranked: &[], stride });
+        }
+        let (logprobs, ranked) = (&self.logprobs.read()?[..count], &self.ranked.read()?[..count * stride]);
+        Ok(Draws { drawn, logprobs, ranked, stride })
+    }
+
+    /// Waits until all that is queued is done.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.stream.synchronize()
+    }
+}
+
+/// Bytes of decode attention's partial results where every row is as long as can be.
+fn partial_bytes(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
+    let group = shape.heads / shape.kv_heads.max(1);
+    let units = DecodeLimits::units_of(1, group.max(1), limits.context).saturating_mul(limits.rows);
+    units.saturating_mul(unit_bytes(shape))
+}
+
+/// Bytes of partial results of a unit of decode work.
+fn unit_bytes(shape: &DecoderShape) -> usize {
+    let group = (shape.heads / shape.kv_heads.max(1)).min(16);
+    shape.kv_heads * group * (shape.head_dim + 2) * size_of::<f32>()
+}
+
+/// Units of decode work that there is room for.
+fn units(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
+    let unit = unit_bytes(shape).max(1);
+    (partial_bytes(shape, limits).min(PARTIAL_BYTES) / unit).max(1)
+}

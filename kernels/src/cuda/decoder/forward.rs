@@ -1,0 +1,317 @@
+//! What a step queues, in order.
+
+use std::ops::Range;
+
+use pagedd_core::BlockId;
+
+use super::shape::{DecoderPlaces, DecoderShape, LayerPlaces, Place};
+use super::{COPIES, DecoderLimits, DecoderMemory, DecoderStep, units};
+use crate::cpu::attention::AttentionShape;
+use crate::cpu::kv::KvRow;
+use crate::cuda::attention::{Attention, DecodeLimits, DecodePlan, PrefillPlan, decode, prefill};
+use crate::cuda::batch::{DeviceBatch, DeviceKvLayout, Indices};
+use crate::cuda::buffer::{Buffer, Plain, View};
+use crate::cuda::elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, silu_mul};
+use crate::cuda::error::CudaError;
+use crate::cuda::gemm::{Gemm, GemmShape};
+use crate::cuda::launch::Half;
+use crate::cuda::norm::{AddNorm, add_rms_norm};
+use crate::cuda::pinned::PinnedRing;
+use crate::cuda::rope::{DeviceAngles, RopeIntoKv, rope_into_kv};
+use crate::cuda::sample::Sampler;
+use crate::cuda::shared::SharedBuffer;
+use crate::cuda::stream::Stream;
+use crate::error::{ShapeError, length, product};
+
+/// Slots of the ring that a step's inputs go through: more than one step fills.
+const RING_SLOTS: usize = 48;
+const RING_BYTES: usize = 256 << 10;
+
+/// Which logits a step asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Head {
+    /// Those of all tokens.
+    All,
+    /// Those of the tokens that were set as wanted.
+    Wanted,
+    /// None.
+    None,
+}
+
+/// Weights, arena, and buffers of a step, made once for the largest.
+#[derive(Debug)]
+pub(super) struct Work<T: Half> {
+    pub(super) memory: DecoderMemory,
+    shape: DecoderShape,
+    places: DecoderPlaces,
+    units: usize,
+    arena_bytes: usize,
+    tokens: Tokens,
+    batch: DeviceBatch,
+    wanted: Indices,
+    angles: DeviceAngles,
+    decode: DecodePlan,
+    prefill: PrefillPlan,
+    copies: BlockCopies,
+    gemm: Gemm,
+    pub(super) sampler: Sampler,
+    pub(super) ring: PinnedRing,
+    /// The residual stream: `[tokens][hidden]`.
+    x: Buffer<T>,
+    /// What an operator adds to it.
+    delta: Buffer<T>,
+    normed: Buffer<T>,
+    qkv: Buffer<T>,
+    attended: Buffer<T>,
+    gate_up: Buffer<T>,
+    activated: Buffer<T>,
+    /// `[wanted][vocabulary]`.
+    pub(super) logits: Buffer<f32>,
+    /// Host memory for the padded tokens of a step.
+    sources: Vec<TokenSource>,
+}
+
+impl<T: Half> Work<T> {
+    pub(super) fn new(
+        stream: &Stream,
+        shape: DecoderShape,
+        layout: DeviceKvLayout,
+        memory: DecoderMemory,
+        limits: DecoderLimits,
+    ) -> Result<Self, CudaError> {
+        let places = DecoderPlaces::new(&shape)?;
+        let DecoderLimits { rows, tokens, wanted, draws, ranks, adjustments, context, blocks } = limits;
+        if (layout.layers, layout.kv_heads, layout.head_dim) != (shape.layers, shape.kv_heads, shape.head_dim) {
+            return Err(CudaError::Plan);
+        }
+        let arena_bytes = layout.arena_bytes(blocks)?;
+        for (what, needed, buffer) in
+            [("weights", places.bytes, &memory.weights), ("KV arena", arena_bytes, &memory.kv)]
+        {
+            let needed = needed.checked_add(memory.offset).ok_or(ShapeError::Overflow { what })?;
+            if buffer.len() < needed {
+                return Err(ShapeError::Length { what, needed, found: buffer.len() }.into());
+            }
+        }
+        let units = units(&shape, &limits);
+        let room = |width: usize| Ok::<_, CudaError>(Buffer::zeroed(stream, product("scratch memory", &[tokens, width])?)?);
+        let tables = product("block tables", &[rows, context.div_ceil(layout.block_size)])?;
+        Ok(Self {
+            units,
+            arena_bytes,
+            tokens: Tokens::with_capacity(stream, tokens)?,
+            batch: DeviceBatch::with_capacity(stream, layout, blocks, (tokens, rows, tables))?,
+            wanted: Indices::with_capacity(stream, wanted)?,
+            angles: DeviceAngles::new(stream, &shape.frequencies, shape.magnitude, tokens)?,
+            decode: DecodePlan::new(stream, &layout, shape.heads, DecodeLimits { rows, queries: 1, units })?,
+            prefill: PrefillPlan::new(stream, &layout, shape.heads, (tokens, rows))?,
+            copies: BlockCopies::with_capacity(stream, layout, blocks, COPIES)?,
+            gemm: Gemm::new(stream)?,
+            sampler: Sampler::new(stream, shape.vocabulary, draws, ranks, adjustments)?,
+            ring: PinnedRing::new(stream.device(), RING_SLOTS, RING_BYTES)?,
+            x: room(shape.hidden)?,
+            delta: room(shape.hidden)?,
+            normed: room(shape.hidden)?,
+            qkv: room(shape.qkv_width())?,
+            attended: room(shape.query_width())?,
+            gate_up: room(2 * shape.ffn)?,
+            activated: room(shape.ffn)?,
+            logits: Buffer::zeroed(stream, product("logits", &[wanted, shape.vocabulary])?)?,
+            sources: Vec::with_capacity(tokens),
+            memory,
+            shape,
+            places,
+        })
+    }
+
+    /// Copies blocks, at most [`COPIES`].
+    pub(super) fn copy(&mut self, stream: &Stream, copies: &[(BlockId, BlockId, usize)]) -> Result<(), CudaError> {
+        self.copies.set(stream, &mut self.ring, copies)?;
+        let range = self.memory.offset..self.memory.offset + self.arena_bytes;
+        copy_blocks(stream, &self.copies, &mut self.memory.kv.all_mut().part(range)?)
+    }
+
+    /// How many of `rows`, of a token each, decode has room for, from the first on.
+    pub(super) fn attends(&self, rows: &[KvRow<'_>]) -> usize {
+        let group = self.shape.heads / self.shape.kv_heads;
+        let mut left = self.units;
+        rows.iter()
+            .take_while(|row| {
+                let units = DecodeLimits::units_of(1, group, row.first_position as usize + 1);
+                let fits = units <= left;
+                left = left.saturating_sub(units);
+                fits
+            })
+            .count()
+    }
+
+    /// Brings rows and tokens to the device, with padding up to `tokens` tokens.
+    pub(super) fn set(&mut self, stream: &Stream, step: &DecoderStep<'_>, tokens: usize) -> Result<(), CudaError> {
+        self.sources.clear();
+        self.sources.extend_from_slice(step.tokens);
+        self.sources.resize(tokens, TokenSource::Known(0));
+        self.batch.set(stream, &mut self.ring, step.rows, tokens)?;
+        self.tokens.set(stream, &mut self.ring, &self.sources)
+    }
+
+    pub(super) fn set_wanted(&mut self, stream: &Stream, step: &DecoderStep<'_>) -> Result<(), CudaError> {
+        self.wanted.set(stream, &mut self.ring, step.wanted, step.tokens.len())
+    }
+
+    pub(super) fn set_prefill(&mut self, stream: &Stream, rows: Range<usize>) -> Result<(), CudaError> {
+        self.prefill.set(stream, &mut self.ring, &self.batch, rows)
+    }
+
+    /// `Ok` where the first `rows` rows of the batch can be decoded.
+    pub(super) fn check_decode(&self, rows: usize) -> Result<(), CudaError> {
+        self.decode.check(&self.batch, 0..rows)
+    }
+
+    /// Queues the forward pass of the batch that was set: `tokens` tokens, of which the first `decoded` rows are decoded and the other rows
+    /// are those of the prefill plan.
+    pub(super) fn run(
+        &mut self,
+        stream: &Stream,
+        tokens: usize,
+        decoded: usize,
+        head: Head,
+    ) -> Result<(), CudaError> {
+        self.angles.set(stream, &self.batch)?;
+        if decoded > 0 {
+            self.decode.set(stream, &self.batch, 0..decoded)?;
+        }
+        let hidden = self.shape.hidden;
+        embed(
+            stream,
+            Embed {
+                table: matrix(&self.memory, self.places.embedding)?,
+                hidden,
+                tokens: &self.tokens,
+                drawn: Some(self.sampler.drawn()),
+                out: self.x.part_mut(0..tokens * hidden)?,
+            },
+        )?;
+        for index in 0..self.shape.layers {
+            let places = self.places.layers[index];
+            self.attend(stream, tokens, decoded, index, places)?;
+            self.feed_forward(stream, tokens, places)?;
+        }
+        self.head(stream, tokens, head)
+    }
+
+    /// Attention of a layer, from the residual stream to what is added to it.
+    fn attend(
+        &mut self,
+        stream: &Stream,
+        tokens: usize,
+        decoded: usize,
+        index: usize,
+        places: LayerPlaces,
+    ) -> Result<(), CudaError> {
+        self.norm(stream, tokens, places.attn_norm, index > 0)?;
+        let Self { memory, shape, batch, gemm, normed, qkv, attended, delta, .. } = self;
+        let (hidden, width, query) = (shape.hidden, shape.qkv_width(), shape.query_width());
+        let of_qkv = GemmShape { inputs: hidden, outputs: width };
+        let x = normed.part(0..tokens * hidden)?;
+        gemm.multiply(stream, of_qkv, x, matrix(memory, places.qkv)?, &mut qkv.part_mut(0..tokens * width)?)?;
+        let arena = memory.offset..memory.offset + self.arena_bytes;
+        // Bias and arena are of two buffers.
+        let DecoderMemory { weights, kv, offset } = memory;
+        rope_into_kv(
+            stream,
+            RopeIntoKv {
+                qkv: qkv.part_mut(0..tokens * width)?,
+                heads: shape.heads,
+                bias: places.bias.map(|bias| view(weights, *offset, bias)).transpose()?,
+                angles: &self.angles,
+                pairing: shape.pairing,
+                batch,
+                layer: index,
+                arena: kv.all_mut().part(arena.clone())?,
+            },
+        )?;
+        let q = qkv.part(0..tokens * width)?;
+        let shape_of = AttentionShape { heads: shape.heads, scale: 1.0 / (shape.head_dim as f32).sqrt() };
+        let mut args = |out| {
+            Ok::<_, CudaError>(Attention { q, shape: shape_of, batch, layer: index, arena: kv.all().part(arena.clone())?, out })
+        };
+        if decoded > 0 {
+            decode(stream, &mut self.decode, args(attended.part_mut(0..tokens * query)?)?)?;
+        }
+        if decoded < batch.rows() {
+            prefill(stream, &self.prefill, args(attended.part_mut(0..tokens * query)?)?)?;
+        }
+        let of_output = GemmShape { inputs: query, outputs: hidden };
+        let x = attended.part(0..tokens * query)?;
+        gemm.multiply(stream, of_output, x, matrix(memory, places.attn_output)?, &mut delta.part_mut(0..tokens * hidden)?)
+    }
+
+    fn feed_forward(&mut self, stream: &Stream, tokens: usize, places: LayerPlaces) -> Result<(), CudaError> {
+        self.norm(stream, tokens, places.ffn_norm, true)?;
+        let Self { memory, shape, gemm, normed, gate_up, activated, delta, .. } = self;
+        let (hidden, ffn) = (shape.hidden, shape.ffn);
+        let of_gate_up = GemmShape { inputs: hidden, outputs: 2 * ffn };
+        let weights = matrix(memory, places.gate_up)?;
+        let x = normed.part(0..tokens * hidden)?;
+        gemm.multiply(stream, of_gate_up, x, weights, &mut gate_up.part_mut(0..tokens * 2 * ffn)?)?;
+        silu_mul(stream, gate_up.part(0..tokens * 2 * ffn)?, ffn, &mut activated.part_mut(0..tokens * ffn)?)?;
+        let of_down = GemmShape { inputs: ffn, outputs: hidden };
+        let weights = matrix(memory, places.ffn_down)?;
+        let x = activated.part(0..tokens * ffn)?;
+        gemm.multiply(stream, of_down, x, weights, &mut delta.part_mut(0..tokens * hidden)?)
+    }
+
+    /// Adds what the last operator gave to the residual stream, and norms it.
+    fn norm(&mut self, stream: &Stream, tokens: usize, weight: Place, adds: bool) -> Result<(), CudaError> {
+        let range = 0..tokens * self.shape.hidden;
+        add_rms_norm(
+            stream,
+            AddNorm {
+                x: self.x.part_mut(range.clone())?,
+                delta: if adds { Some(self.delta.part(range.clone())?) } else { None },
+                weight: view(&self.memory.weights, self.memory.offset, weight)?,
+                epsilon: self.shape.epsilon,
+                rows: None,
+                out: self.normed.part_mut(range)?,
+            },
+        )
+    }
+
+    /// Logits.
+    fn head(&mut self, stream: &Stream, tokens: usize, head: Head) -> Result<(), CudaError> {
+        let (rows, count) = match head {
+            Head::None => return Ok(()),
+            Head::All => (None, tokens),
+            Head::Wanted => (Some(&self.wanted), self.wanted.len()),
+        };
+        let (hidden, vocabulary) = (self.shape.hidden, self.shape.vocabulary);
+        add_rms_norm(
+            stream,
+            AddNorm {
+                x: self.x.part_mut(0..tokens * hidden)?,
+                delta: Some(self.delta.part(0..tokens * hidden)?),
+                weight: view(&self.memory.weights, self.memory.offset, self.places.output_norm)?,
+                epsilon: self.shape.epsilon,
+                rows,
+                out: self.normed.part_mut(0..count * hidden)?,
+            },
+        )?;
+        let of_head = GemmShape { inputs: hidden, outputs: vocabulary };
+        let weights = matrix(&self.memory, self.places.output)?;
+        let x = self.normed.part(0..count * hidden)?;
+        self.gemm.multiply::<T, f32>(stream, of_head, x, weights, &mut self.logits.part_mut(0..count * vocabulary)?)
+    }
+}
+
+/// A tensor among the weights.
+fn view<E: Plain>(weights: &SharedBuffer, offset: usize, place: Place) -> Result<View<'_, E>, CudaError> {
+    let first = offset + place.at;
+    let bytes = product("weights", &[place.len, size_of::<E>()])?;
+    let view = weights.all().part(first..first + bytes)?.cast::<E>()?;
+    length("weights", place.len, view.len())?;
+    Ok(view)
+}
+
+fn matrix<T: Half>(memory: &DecoderMemory, place: Place) -> Result<View<'_, T>, CudaError> {
+    view(&memory.weights, memory.offset, place)
+}

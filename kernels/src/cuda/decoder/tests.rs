@@ -1,0 +1,80 @@
+//! What needs no device.
+
+use super::*;
+use crate::Pairing;
+
+fn shape(tied: bool, bias: bool) -> DecoderShape {
+    DecoderShape {
+        layers: 2,
+        hidden: 64,
+        ffn: 96,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 64,
+        vocabulary: 320,
+        tied,
+        bias,
+        epsilon: 1e-5,
+        frequencies: vec![1.0; 32],
+        magnitude: 1.0,
+        pairing: Pairing::Halves,
+    }
+}
+
+#[test]
+fn places_hold_every_element_once_and_lie_side_by_side() {
+    for (tied, bias) in [(false, false), (true, false), (false, true)] {
+        let shape = shape(tied, bias);
+        let places = DecoderPlaces::new(&shape).unwrap();
+        let mut all = vec![(places.embedding, 2), (places.output_norm, 4)];
+        if !tied {
+            all.push((places.output, 2));
+        }
+        for layer in &places.layers {
+            all.extend([(layer.qkv, 2), (layer.attn_output, 2), (layer.gate_up, 2), (layer.ffn_down, 2)]);
+            all.extend([(layer.attn_norm, 4), (layer.ffn_norm, 4)]);
+            all.extend(layer.bias.map(|bias| (bias, 4)));
+        }
+        all.sort_by_key(|(place, _)| place.at);
+        let mut end = 0;
+        for (place, size) in all {
+            assert_eq!(place.at, end);
+            end = (place.at + place.len * size).next_multiple_of(256);
+        }
+        assert_eq!(end, places.bytes);
+        assert_eq!(places.output == places.embedding, tied);
+    }
+}
+
+#[test]
+fn a_shape_that_kernels_do_not_work_with_is_refused_by_name() {
+    let error = DecoderPlaces::new(&DecoderShape { vocabulary: 321, ..shape(true, false) }).unwrap_err();
+    assert!(error.to_string().contains("vocabulary"), "{error}");
+}
+
+#[test]
+fn buckets_hold_their_rows_and_waste_little() {
+    for rows in 1..=2048 {
+        let size = bucket(rows);
+        assert!(size >= rows && bucket(size) == size, "{rows} {size}");
+        assert!(size - rows <= rows.div_ceil(4), "{rows} {size}");
+    }
+}
+
+#[test]
+fn room_for_partial_results_is_what_the_longest_rows_need_up_to_a_limit() {
+    let limits = DecoderLimits {
+        rows: 4,
+        tokens: 64,
+        wanted: 4,
+        draws: 4,
+        ranks: 20,
+        adjustments: 16,
+        context: 1000,
+        blocks: 8,
+    };
+    let shape = shape(true, false);
+    assert_eq!(units(&shape, &limits), 4 * 4);
+    let many = DecoderLimits { rows: 4096, context: 1 << 20, ..limits };
+    assert!(units(&shape, &many) * unit_bytes(&shape) <= PARTIAL_BYTES);
+}
