@@ -36,9 +36,12 @@ pub fn hello(config: &Model) -> wire::Hello {
             .threads
             .map(Into::into)
             .or_else(|| u32::try_from(pagedd_host::threads::allowed()).ok()),
+        deterministic: false,
         measure: true,
         weights_fd: false,
         kv_fd: false,
+        weights_bytes: 0,
+        kv_bytes: 0,
         known_cost: None,
     }
 }

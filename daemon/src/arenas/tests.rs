@@ -28,6 +28,7 @@ fn info() -> ModelInfo {
         weight_bytes: 1,
         digest: [5; 16],
         file_digest: [6; 16],
+        kv_id: [4; 16],
         weights_reused: false,
         kv_reused: true,
         threads: 1,
