@@ -130,7 +130,7 @@ fn main() -> anyhow::Result<()> {
     let (mut steps, mut reads) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
         steps.push(run(&mut runner, Vec::new(), vec![row(0, CONTEXT + step, 1, info.vocab_size)])?);
-        reads.push(read(&pool, runner.arena(Arena::Weights).data()));
+        reads.push(read(&pool, runner.data(Arena::Weights)));
     }
     let (step, read) = (median(&mut steps)?, median(&mut reads)?);
     println!(

@@ -128,6 +128,57 @@ pub struct Header {
     pub identity: [u8; 32],
 }
 
+/// Bytes of a header page that say something.
+pub const PAGE: usize = ID_AT as usize + 16;
+
+/// The first bytes of an arena that is complete and named `id`.
+#[cfg(feature = "cuda")]
+pub fn complete_page(header: &Header, id: [u8; 16]) -> [u8; PAGE] {
+    let mut page = [0; PAGE];
+    page[..COMPLETE_AT as usize].copy_from_slice(&header.encode());
+    page[COMPLETE_AT as usize..][..4].copy_from_slice(&COMPLETE.to_le_bytes());
+    page[ID_AT as usize..].copy_from_slice(&id);
+    page
+}
+
+/// The name of an arena whose first bytes are `page`, if it is complete and what `expected` says.
+///
+/// # Errors
+/// [`Stale`]: what is wrong with it.
+pub fn check_page(page: &[u8; PAGE], expected: &Header) -> Result<[u8; 16], Stale> {
+    let (header, rest) = page.split_at(COMPLETE_AT as usize);
+    let wanted = expected.encode();
+    if header[..16] != wanted[..16] {
+        return Err(Stale::Foreign);
+    }
+    if rest[..4] != COMPLETE.to_le_bytes() {
+        return Err(Stale::Incomplete);
+    }
+    if header[32..] != wanted[32..] {
+        return Err(Stale::OtherContent);
+    }
+    if header != wanted {
+        let (found, expected) = (claimed(page), expected.data_bytes);
+        return Err(Stale::OtherSize { found, expected });
+    }
+    Ok(page[ID_AT as usize..].try_into().unwrap_or_default())
+}
+
+/// Data bytes that a header page claims.
+pub fn claimed(page: &[u8; PAGE]) -> u64 {
+    u64::from_le_bytes(page[16..24].try_into().unwrap_or_default())
+}
+
+/// A name that no arena had before.
+///
+/// # Errors
+/// The system gave no random bytes.
+pub fn new_id() -> io::Result<[u8; 16]> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).map_err(|e| io::Error::other(e.to_string()))?;
+    Ok(id)
+}
+
 impl Header {
     fn encode(&self) -> [u8; COMPLETE_AT as usize] {
         let mut page = [0; COMPLETE_AT as usize];
@@ -183,8 +234,7 @@ impl Arena {
             .ok()
             .and_then(|data| data.checked_add(HEADER_BYTES))
             .ok_or_else(|| wrap(io::ErrorKind::OutOfMemory.into()))?;
-        let mut id = [0; 16];
-        getrandom::fill(&mut id).map_err(|e| wrap(io::Error::other(e.to_string())))?;
+        let id = new_id().map_err(wrap)?;
         let make = || -> rustix::io::Result<OwnedFd> {
             let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
             let fd = rustix::fs::memfd_create(header.kind.memfd_name(), flags)?;
@@ -304,9 +354,7 @@ impl Arena {
     /// # Errors
     /// [`Stale`]: what is wrong with it.
     pub fn reuse(fd: OwnedFd, expected: &Header) -> Result<Self, Stale> {
-        let len = check(fd.as_fd(), expected)?;
-        let mut id = [0; 16];
-        read_at(fd.as_fd(), &mut id, ID_AT)?;
+        let (len, id) = check(fd.as_fd(), expected)?;
         let writable = expected.kind == Kind::Kv;
         let mapping = Mapping::new(&fd, len, writable).map_err(io::Error::from)?;
         Ok(Self { fd, mapping, header: *expected, id, writable })
@@ -357,41 +405,32 @@ impl AsFd for Arena {
 /// # Errors
 /// [`Stale`]: it is no arena.
 pub fn claimed_bytes(fd: BorrowedFd<'_>) -> Result<u64, Stale> {
-    let mut page = [0; COMPLETE_AT as usize];
+    let mut page = [0; PAGE];
     if read_at(fd, &mut page, 0)? != page.len() || page[..8] != MAGIC {
         return Err(Stale::Foreign);
     }
-    Ok(u64::from_le_bytes(page[16..24].try_into().unwrap_or_default()))
+    Ok(claimed(&page))
 }
 
-/// The mapped size of an arena that is what `expected` says.
-fn check(fd: BorrowedFd<'_>, expected: &Header) -> Result<usize, Stale> {
+/// The mapped size and the name of an arena that is what `expected` says.
+fn check(fd: BorrowedFd<'_>, expected: &Header) -> Result<(usize, [u8; 16]), Stale> {
     // Anything that is no memfd has no seals to ask for.
     match rustix::fs::fcntl_get_seals(fd) {
         Ok(seals) if seals.contains(SIZE_SEALS) => {}
         Ok(_) | Err(_) => return Err(Stale::NotSealed),
     }
     let found = u64::try_from(rustix::fs::fstat(fd).map_err(io::Error::from)?.st_size).unwrap_or(0);
-    let mut page = [0; COMPLETE_AT as usize + 4];
+    let mut page = [0; PAGE];
     if read_at(fd, &mut page, 0)? != page.len() {
         return Err(Stale::Foreign);
     }
-    let (header, complete) = page.split_at(COMPLETE_AT as usize);
-    let wanted = expected.encode();
-    if header[..16] != wanted[..16] {
-        return Err(Stale::Foreign);
-    }
-    if complete != COMPLETE.to_le_bytes() {
-        return Err(Stale::Incomplete);
-    }
-    if header[32..] != wanted[32..] {
-        return Err(Stale::OtherContent);
-    }
+    let id = check_page(&page, expected)?;
     let size = expected.data_bytes.saturating_add(HEADER_BYTES as u64);
-    if header != wanted || found != size {
+    if found != size {
         return Err(Stale::OtherSize { found, expected: size });
     }
-    usize::try_from(size).map_err(|_| Stale::OtherSize { found, expected: size })
+    let len = usize::try_from(size).map_err(|_| Stale::OtherSize { found, expected: size })?;
+    Ok((len, id))
 }
 
 /// The first small page of a large one whose number leaves the same remainder as that of the large one. The system takes nodes in turn by

@@ -8,7 +8,10 @@
 pub mod arena;
 pub mod batch;
 pub mod calibrate;
+pub mod cpu;
 pub mod forward;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod load;
 pub mod memory;
 pub mod numa;

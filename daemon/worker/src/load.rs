@@ -55,6 +55,10 @@ pub enum LoadError {
     /// The system gave no memory.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// The GPU cannot be used, or has too little memory.
+    #[cfg(feature = "cuda")]
+    #[error("GPU: {0}")]
+    Gpu(#[from] pagedd_kernels::cuda::CudaError),
     /// The system gave no threads.
     #[error("compute threads: {0}")]
     Threads(std::io::Error),
@@ -66,7 +70,11 @@ pub enum LoadError {
 impl LoadError {
     /// Whether another try could end otherwise.
     pub fn retry(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        use pagedd_kernels::cuda::CudaError;
         match self {
+            #[cfg(feature = "cuda")]
+            Self::Gpu(error) => matches!(error, CudaError::OutOfMemory { .. } | CudaError::Device { .. }),
             Self::NoMemory { .. }
             | Self::Arena(_)
             | Self::Threads(_)
@@ -110,16 +118,55 @@ pub fn fill(
     progress: &mut dyn FnMut(u32) -> bool,
 ) -> Result<(), LoadError> {
     let jobs = jobs(source, places, arena)?;
-    let total: usize = jobs.iter().map(Job::source_bytes).sum();
+    let scratch = || Ok((Vec::new(), Vec::new()));
+    let run = |job: Job<'_>, (bytes, floats): &mut (Vec<u8>, Vec<f32>)| job.run(source, bytes, floats);
+    spread(jobs, threads, Job::source_bytes, scratch, run, progress)
+}
+
+/// Runs `jobs` in their order on `threads` threads, each with a state that it makes for its first job. `progress` is told how much of all jobs'
+/// `size` is done, per mille, and says whether to go on.
+///
+/// # Errors
+/// The first of each thread; jobs that had not begun are left out.
+pub fn spread<J: Send, S>(
+    jobs: Vec<J>,
+    threads: usize,
+    size: impl Fn(&J) -> usize + Sync,
+    state: impl Fn() -> Result<S, LoadError> + Sync,
+    run: impl Fn(J, &mut S) -> Result<(), LoadError> + Sync,
+    progress: &mut dyn FnMut(u32) -> bool,
+) -> Result<(), LoadError> {
+    let total: usize = jobs.iter().map(&size).sum();
     let queue = Mutex::new(jobs.into_iter());
     let stop = AtomicBool::new(false);
     let (done, told) = sync_channel(64);
+    let work = |done: SyncSender<usize>| {
+        let mut own = None;
+        while !stop.load(Ordering::Relaxed) {
+            // The guard must not live as long as the job runs.
+            let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some(job) = job else { break };
+            let bytes = size(&job);
+            let state = match &mut own {
+                Some(state) => Ok(state),
+                none => state().map(|state| none.insert(state)),
+            };
+            if let Err(error) = state.and_then(|state| run(job, state)) {
+                stop.store(true, Ordering::Relaxed);
+                return Err(error);
+            }
+            // The receiver outlives this thread; were it gone, nobody would want to know.
+            let _ = done.send(bytes);
+        }
+        Ok(())
+    };
     let mut go_on = progress(0);
     let results = std::thread::scope(|scope| {
+        let work = &work;
         let threads: Vec<_> = (0..threads)
             .map(|_| {
-                let (queue, stop, done) = (&queue, &stop, done.clone());
-                scope.spawn(move || work(source, queue, stop, &done))
+                let done = done.clone();
+                scope.spawn(move || work(done))
             })
             .collect();
         drop(done);
@@ -137,28 +184,6 @@ pub fn fill(
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
     }
     if go_on { Ok(()) } else { Err(LoadError::GivenUp) }
-}
-
-fn work(
-    source: &ModelSource,
-    queue: &Mutex<std::vec::IntoIter<Job<'_>>>,
-    stop: &AtomicBool,
-    done: &SyncSender<usize>,
-) -> Result<(), LoadError> {
-    let (mut bytes, mut floats) = (Vec::new(), Vec::new());
-    while !stop.load(Ordering::Relaxed) {
-        // The guard must not live as long as the job runs.
-        let job = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-        let Some(job) = job else { break };
-        let read = job.source_bytes();
-        if let Err(error) = job.run(source, &mut bytes, &mut floats) {
-            stop.store(true, Ordering::Relaxed);
-            return Err(error);
-        }
-        // The receiver outlives this thread; were it gone, nobody would want to know.
-        let _ = done.send(read);
-    }
-    Ok(())
 }
 
 impl Job<'_> {

@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use pagedd_wire::worker::KvMemory;
+use pagedd_wire::worker::{Device, Hello, KvMemory};
 
 /// The KV arena cannot be made as asked.
 #[derive(thiserror::Error, PartialEq, Debug)]
@@ -51,9 +51,26 @@ pub struct KvRequest {
     pub max_num_seqs: u32,
     /// Longest sequence, in tokens.
     pub max_model_len: u32,
+    /// What `auto` takes of what is available, in per cent: a host has other things to do, a GPU has not.
+    pub auto_percent: u64,
 }
 
 impl KvRequest {
+    /// What `hello` asks for, of a model with sequences of up to `context` tokens and blocks of `block_bytes`.
+    pub fn new(hello: &Hello, context: u32, block_bytes: u64) -> Self {
+        Self {
+            memory: hello.kv_memory,
+            block_size: hello.block_size,
+            block_bytes,
+            max_num_seqs: hello.max_num_seqs,
+            max_model_len: hello.max_model_len.map_or(context, |limit| limit.min(context)),
+            auto_percent: match hello.device {
+                Device::Cpu => 25,
+                Device::Cuda { .. } => 90,
+            },
+        }
+    }
+
     /// Blocks that `max_num_seqs` sequences of full length need: more are of no use to `auto`.
     pub fn useful_blocks(&self) -> u32 {
         let each = u64::from(self.max_model_len.div_ceil(self.block_size));
@@ -66,7 +83,7 @@ impl KvRequest {
     /// [`KvSizeError`] with the numbers.
     pub fn blocks(&self, available: u64) -> Result<u32, KvSizeError> {
         let (wanted, most) = match self.memory {
-            KvMemory::Auto => (available / 4, self.useful_blocks()),
+            KvMemory::Auto => (available / 100 * self.auto_percent, self.useful_blocks()),
             KvMemory::Bytes(bytes) => (bytes, u32::MAX),
             KvMemory::Tokens(tokens) => {
                 let blocks = tokens.div_ceil(u64::from(self.block_size));
@@ -162,7 +179,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn request(memory: KvMemory) -> KvRequest {
-        KvRequest { memory, block_size: 16, block_bytes: MIB, max_num_seqs: 4, max_model_len: 100 }
+        KvRequest { memory, block_size: 16, block_bytes: MIB, max_num_seqs: 4, max_model_len: 100, auto_percent: 25 }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! **Owns** what is reported of a draw. **Never** keeps state: a draw is a function of (logits, parameters, choice, position).
 
 use pagedd_core::SamplingParams;
-use pagedd_kernels::sample::{draw, log_softmax_top, penalise};
+use pagedd_kernels::sample::{SampleError, draw, log_softmax_top, penalise};
 use pagedd_wire::worker::Sampled;
 
 /// One token to draw.
@@ -34,7 +34,6 @@ pub struct Past<'a> {
 /// The logits hold no distribution: NaN or infinite. One line for the one who asked.
 pub fn sample(logits: &[f32], request: &Request, past: Past<'_>) -> Result<Sampled, String> {
     let Request { seq, choice, position, params } = request;
-    let failed = |error: &dyn std::fmt::Display| format!("the model gave no valid logits: {error}");
     let drawn = if params.penalties.is_none() {
         draw(logits, params, *choice, *position)
     } else {
@@ -42,14 +41,19 @@ pub fn sample(logits: &[f32], request: &Request, past: Past<'_>) -> Result<Sampl
         penalise(&mut logits, &params.penalties, past.prompt, past.output);
         draw(&logits, params, *choice, *position)
     };
-    let token = drawn.map_err(|e| failed(&e))?;
+    let token = drawn.map_err(|e| invalid(&e))?;
     let mut sampled = Sampled { seq: *seq, token: token.0, logprob: None, top: Vec::new() };
     if let Some(count) = params.logprobs {
-        let report = log_softmax_top(logits, count.into(), token).map_err(|e| failed(&e))?;
+        let report = log_softmax_top(logits, count.into(), token).map_err(|e| invalid(&e))?;
         sampled.logprob = Some(report.token);
         sampled.top = report.top.into_iter().map(|(token, logprob)| (token.0, logprob)).collect();
     }
     Ok(sampled)
+}
+
+/// What is said of a draw from logits that hold no distribution.
+pub fn invalid(error: &SampleError) -> String {
+    format!("the model gave no valid logits: {error}")
 }
 
 #[cfg(test)]

@@ -35,6 +35,9 @@ pub enum ServeError {
     /// A resync that contradicts the arenas.
     #[error("resync: {0}")]
     Resync(PlanError),
+    /// An arena cannot be handed to the daemon.
+    #[error(transparent)]
+    Arena(RunError),
     /// A bug of this program.
     #[error("internal error while {0}; the log of the worker names the place")]
     Panic(&'static str),
@@ -48,7 +51,7 @@ impl ServeError {
     fn retry(&self) -> bool {
         match self {
             Self::Load(error) => error.retry(),
-            Self::Panic(_) | Self::Channel(_) => true,
+            Self::Panic(_) | Self::Channel(_) | Self::Arena(_) => true,
             Self::Protocol(_) | Self::Plan { .. } | Self::Resync(_) => false,
         }
     }
@@ -135,9 +138,8 @@ fn start(channel: &mut Channel, hello: &Hello) -> Result<ModelRunner, ServeError
         [(Arena::Weights, runner.info().weights_reused), (Arena::Kv, runner.info().kv_reused)]
     {
         if !reused {
-            let memory = runner.arena(arena);
-            let bytes = memory.header().data_bytes + crate::arena::HEADER_BYTES as u64;
-            channel.send(&FromWorker::Arena { arena, bytes }, &[memory.as_fd()])?;
+            let memory = runner.arena(arena).map_err(ServeError::Arena)?;
+            channel.send(&FromWorker::Arena { arena, bytes: memory.bytes }, &[memory.fd.as_fd()])?;
         }
     }
     point("worker-arenas-sent");

@@ -100,7 +100,7 @@ fn without_time(output: &Output) -> Output {
 fn assert_equal_arenas(a: &ModelRunner, b: &ModelRunner, what: &str) {
     for arena in [Arena::Weights, Arena::Kv] {
         // Not `assert_eq`: the difference would be megabytes of text.
-        assert!(a.arena(arena).data() == b.arena(arena).data(), "{what}: {arena:?} arenas differ");
+        assert!(a.data(arena) == b.data(arena), "{what}: {arena:?} arenas differ");
     }
 }
 
@@ -247,7 +247,7 @@ fn a_bad_plan_writes_nothing_and_changes_nothing() {
     driver.seqs.push(Seq::new(1, &tokens(1, 30, 272), 5));
     let plan = driver.plan().unwrap();
     let expected = runner.run(&plan).unwrap();
-    let before = runner.arena(Arena::Kv).data().to_vec();
+    let before = runner.data(Arena::Kv).to_vec();
     let row = |block: u32| Row {
         seq: 1,
         start: 0,
@@ -261,7 +261,7 @@ fn a_bad_plan_writes_nothing_and_changes_nothing() {
         vec![Begin { seq: 7, choice: 0, sampling: SamplingParams::GREEDY.into(), prompt: 0, tokens: vec![] }];
     let bad = Plan { id: 2, begin, copies, rows: vec![row(0), row(1 << 30)], end: vec![1] };
     assert!(matches!(runner.run(&bad), Err(RunError::Plan(_))));
-    assert!(runner.arena(Arena::Kv).data() == before);
+    assert!(runner.data(Arena::Kv) == before);
     assert_eq!(without_time(&runner.run(&plan).unwrap()), without_time(&expected));
 }
 

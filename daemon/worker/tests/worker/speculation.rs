@@ -158,13 +158,13 @@ impl Run<'_> {
 
     /// The plan once more, now and then to a worker that was told the state anew.
     fn again(&mut self, scheduler: &Scheduler, step: &StepPlan, given: &Output, steps: u64) {
-        let before = self.runner.arena(Arena::Kv).data().to_vec();
+        let before = self.runner.data(Arena::Kv).to_vec();
         if steps % 4 == 1 {
             self.runner.resync(scheduler.snapshot().iter().map(state).collect()).unwrap();
         }
         let again = self.runner.run(&plan(step)).unwrap();
         assert_eq!(Output { compute_us: 0, ..again }, Output { compute_us: 0, ..given.clone() });
-        assert!(before == self.runner.arena(Arena::Kv).data(), "plan {} left another arena", step.id);
+        assert!(before == self.runner.data(Arena::Kv), "plan {} left another arena", step.id);
     }
 }
 

@@ -1,0 +1,436 @@
+//! A model on an NVIDIA GPU.
+//!
+//! **Owns** what of a model goes where on the device, and the way from a batch to draws there. **Never** checks a plan, and never repairs a
+//! device that failed: the process ends, and another maps the arenas.
+
+mod arena;
+mod load;
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use half::bf16;
+use pagedd_core::{BlockId, TokenId};
+use pagedd_kernels::cuda::{
+    CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Device,
+    DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, TokenSource,
+};
+use pagedd_kernels::sample::Adjustment;
+use pagedd_kernels::{KvRow, Pairing};
+use pagedd_model::{ModelConfig, ModelSource, RopePairing};
+use pagedd_wire::worker::{Arena as WhichArena, BlockCopy, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled};
+
+use crate::arena::{HEADER_BYTES, Header, Kind};
+use crate::batch::{self, Batch, Limits};
+use crate::load::LoadError;
+use crate::memory::KvRequest;
+use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, RunError, info, limits, pending};
+use crate::sample::Past;
+use crate::sequence::Sequences;
+
+/// Elements of weights, activations and KV.
+type Element = bf16;
+
+/// Raised when weights or keys and values change their meaning under an unchanged layout.
+const CONTENT_VERSION: u32 = 1;
+/// Log-probabilities that a draw may report beside its token's.
+const RANKS: usize = 20;
+/// Adjusted tokens of all draws that are made together.
+const ADJUSTMENTS: usize = 1 << 20;
+/// Memory that is left to the driver, its libraries and recorded steps.
+const RESERVE: u64 = 1 << 30;
+
+/// A loaded model.
+#[derive(Debug)]
+pub struct GpuModel {
+    decoder: Decoder<Element>,
+    draws: usize,
+    kv_reused: bool,
+    blocks: u32,
+    layout: Layout,
+}
+
+/// A batch as the device takes it, kept for its memory.
+#[derive(Default, Debug)]
+struct Layout {
+    /// Rows of the batch, those with a single token first.
+    order: Vec<usize>,
+    tokens: Vec<TokenSource>,
+    /// Of each token of the batch, its place on the device.
+    places: Vec<u32>,
+    wanted: Vec<u32>,
+    copies: Vec<(BlockId, BlockId, usize)>,
+}
+
+/// Loads what `hello` names onto GPU `ordinal`; see [`ModelRunner::load`](crate::ModelRunner::load).
+///
+/// # Errors
+/// [`LoadError`], with the tensor, key or setting named.
+pub fn load(
+    hello: &Hello,
+    ordinal: u32,
+    fds: Fds,
+    progress: &mut dyn FnMut(u32) -> bool,
+) -> Result<Loaded, LoadError> {
+    check_types(hello)?;
+    let source = ModelSource::open(Path::new(&hello.path))?;
+    let config = source.config().clone();
+    let shape = shape(&config);
+    let places = DecoderPlaces::new(&shape)?;
+    let layout = DeviceKvLayout::blocks_outermost(
+        config.layers,
+        config.kv_heads,
+        config.head_dim,
+        hello.block_size as usize,
+    )
+    .map_err(CudaError::from)?;
+    let device = Device::open(ordinal as usize)?;
+    let stream = device.stream()?;
+    let threads = hello.threads.map_or_else(
+        || std::thread::available_parallelism().map_or(1, usize::from),
+        |threads| threads.clamp(1, 64) as usize,
+    );
+
+    let identity = weights_identity(&source, &places);
+    let header = Header { kind: Kind::Weights, data_bytes: places.bytes as u64, identity };
+    let found = fds.weights.map(|fd| arena::reuse(&stream, &fd, hello.weights_bytes, |_| Ok(header)));
+    let (weights, weights_reused) = match taken(found, Kind::Weights) {
+        Some((memory, _)) => (memory, true),
+        None => (new_weights(&stream, &source, &shape, &places, &header, threads, progress)?, false),
+    };
+
+    let request = KvRequest::new(hello, config.context.0, layout.block_stride as u64);
+    let kv_identity = kv_identity(&identity, &layout, &device);
+    let most = decoder_limits(hello, &request);
+    let scratch = Decoder::<Element>::scratch_bytes(&shape, &most) as u64;
+    let (kv, kv_id, blocks, kv_reused) = kv(&stream, &request, kv_identity, scratch, fds.kv, hello.kv_bytes)?;
+    let info = ModelInfo {
+        parameters: source.tensors().map(|tensor| tensor.rows as u64 * tensor.columns as u64).sum(),
+        blocks,
+        weight_bytes: places.bytes as u64,
+        digest: kv_identity[..16].try_into().unwrap_or_default(),
+        kv_id,
+        weights_reused,
+        kv_reused,
+        threads: threads as u32,
+        kernels: format!("sm_{}{}", device.info().capability.0, device.info().capability.1),
+        ..info(&source, &request)
+    };
+    let memory = DecoderMemory { weights, kv, offset: HEADER_BYTES };
+    let most = DecoderLimits { blocks, ..most };
+    let draws = most.draws;
+    let decoder = Decoder::new(&stream, shape, layout, memory, most)?;
+    decoder.synchronize()?;
+    let model = GpuModel { decoder, draws, kv_reused, blocks, layout: Layout::default() };
+    Ok(Loaded { model: Box::new(model), info })
+}
+
+fn check_types(hello: &Hello) -> Result<(), LoadError> {
+    let wrong = |key, problem: &str| Err(LoadError::Setting { key, problem: problem.to_owned() });
+    match hello.dtype {
+        Dtype::Auto => {}
+        Dtype::F32 => return wrong("dtype", "f32: a GPU computes in bf16"),
+    }
+    match hello.kv_dtype {
+        KvDtype::Bf16 => Ok(()),
+        KvDtype::F16 | KvDtype::F32 => wrong("kv_dtype", "f16 or f32: a GPU keeps bf16"),
+    }
+}
+
+fn shape(config: &ModelConfig) -> DecoderShape {
+    let frequencies = config.rope_frequencies();
+    DecoderShape {
+        layers: config.layers,
+        hidden: config.hidden,
+        ffn: config.feed_forward,
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        vocabulary: config.vocab,
+        tied: config.tied_embeddings,
+        bias: config.qkv_bias,
+        epsilon: config.rms_eps,
+        frequencies: frequencies.inverse,
+        magnitude: frequencies.attention_factor,
+        pairing: match config.rope.pairing {
+            RopePairing::Interleaved => Pairing::Interleaved,
+            RopePairing::Halves => Pairing::Halves,
+        },
+    }
+}
+
+/// What steps may ask for, but for the number of blocks.
+fn decoder_limits(hello: &Hello, request: &KvRequest) -> DecoderLimits {
+    let (rows, tokens) = (hello.max_num_seqs as usize, hello.max_num_batched_tokens as usize);
+    let wanted = (rows + MOST_DRAFTS as usize).min(tokens);
+    DecoderLimits {
+        rows,
+        tokens,
+        wanted,
+        draws: rows + MOST_DRAFTS as usize,
+        ranks: RANKS,
+        adjustments: ADJUSTMENTS,
+        context: request.max_model_len as usize,
+        blocks: 0,
+    }
+}
+
+/// An arena of an earlier worker, or nothing where there is none or it is of no use.
+fn taken(
+    found: Option<Result<(SharedBuffer, [u8; 16]), String>>,
+    kind: Kind,
+) -> Option<(SharedBuffer, [u8; 16])> {
+    match found? {
+        Ok(found) => Some(found),
+        Err(why) => {
+            tracing::warn!(why, %kind, "arena of an earlier worker is not used, a new one is made");
+            None
+        }
+    }
+}
+
+fn new_weights(
+    stream: &Stream,
+    source: &ModelSource,
+    shape: &DecoderShape,
+    places: &DecoderPlaces,
+    header: &Header,
+    threads: usize,
+    progress: &mut dyn FnMut(u32) -> bool,
+) -> Result<SharedBuffer, LoadError> {
+    let mut memory = arena::create(stream.device(), header)?;
+    load::fill(stream, source, shape, places, &mut memory, threads, progress)?;
+    arena::complete(stream, &mut memory, header)?;
+    Ok(memory)
+}
+
+/// The KV arena, its name, its blocks, and whether it is an earlier worker's.
+fn kv(
+    stream: &Stream,
+    request: &KvRequest,
+    identity: [u8; 32],
+    scratch: u64,
+    fd: Option<OwnedFd>,
+    fd_bytes: u64,
+) -> Result<(SharedBuffer, [u8; 16], u32, bool), LoadError> {
+    let header = |data_bytes| Header { kind: Kind::Kv, data_bytes, identity };
+    let blocks_of = |data_bytes: u64| u32::try_from(data_bytes / request.block_bytes).unwrap_or(0);
+    let mut blocks = 0;
+    // Its size may follow from memory that was free then.
+    let found = fd.map(|fd| {
+        arena::reuse(stream, &fd, fd_bytes, |data_bytes| {
+            blocks = blocks_of(data_bytes);
+            let whole = u64::from(blocks) * request.block_bytes == data_bytes;
+            if whole && request.accepts(blocks) {
+                Ok(header(data_bytes))
+            } else {
+                Err(format!("it has {data_bytes} bytes, another size is asked for"))
+            }
+        })
+    });
+    if let Some((memory, id)) = taken(found, Kind::Kv) {
+        return Ok((memory, id, blocks, true));
+    }
+    let (free, _) = stream.device().memory()?;
+    let available = (free as u64).saturating_sub(scratch + RESERVE);
+    let blocks = request.blocks(available)?;
+    let header = header(u64::from(blocks) * request.block_bytes);
+    let mut memory = arena::create(stream.device(), &header)?;
+    let id = arena::complete(stream, &mut memory, &header)?;
+    Ok((memory, id, blocks, false))
+}
+
+/// Everything that the bytes of the weights arena depend on.
+fn weights_identity(source: &ModelSource, places: &DecoderPlaces) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_derive_key("pagedd weights arena of a GPU");
+    hasher.update(env!("CARGO_PKG_VERSION").as_bytes());
+    hasher.update(&CONTENT_VERSION.to_le_bytes());
+    hasher.update(&source.digest());
+    hasher.update(format!("{places:?}").as_bytes());
+    hasher.finalize().into()
+}
+
+/// Everything that the bytes of a KV block depend on, beside its tokens.
+fn kv_identity(weights: &[u8; 32], layout: &DeviceKvLayout, device: &Device) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_derive_key("pagedd KV arena of a GPU");
+    hasher.update(weights);
+    hasher.update(format!("{layout:?}").as_bytes());
+    // Kernels differ by capability in the last bits.
+    hasher.update(format!("{:?}", device.info().capability).as_bytes());
+    hasher.finalize().into()
+}
+
+impl Compute for GpuModel {
+    fn step(
+        &mut self,
+        copies: &[BlockCopy],
+        batch: &Batch,
+        sequences: &Sequences,
+        _: &Limits,
+    ) -> Result<Vec<Result<Sampled, String>>, RunError> {
+        let (wanted, pending) = pending(batch, sequences);
+        self.layout.set(copies, batch, &wanted);
+        let Layout { order, tokens, places, wanted: on_device, copies } = &self.layout;
+        let rows: Vec<KvRow<'_>> = order
+            .iter()
+            .map(|&row| {
+                let row = &batch.rows[row];
+                let table = batch::table(sequences, row);
+                KvRow { first_position: row.start, tokens: row.tokens.len() as u32, table }
+            })
+            .collect();
+        self.decoder.forward(&DecoderStep { copies, rows: &rows, tokens, wanted: on_device })?;
+        // Rows of logits are in the order of the device.
+        let logits: Vec<u32> = wanted
+            .iter()
+            .map(|&token| on_device.partition_point(|&place| place < places[token]) as u32)
+            .collect();
+        let drawn = self.draw(&pending, &logits, sequences)?;
+        if pending.is_empty() {
+            // Nobody waited for the step yet, and an error of it is to be this plan's.
+            self.decoder.synchronize()?;
+        }
+        Ok(drawn)
+    }
+
+    fn arena(&self, which: WhichArena) -> Result<ArenaFd, RunError> {
+        let memory = match which {
+            WhichArena::Weights => &self.decoder.memory().weights,
+            WhichArena::Kv => &self.decoder.memory().kv,
+        };
+        Ok(ArenaFd { fd: memory.export()?, bytes: memory.len() as u64 })
+    }
+
+    fn data(&self, _: WhichArena) -> &[u8] {
+        &[]
+    }
+
+    /// A GPU has no memory for another: the real one serves as long as nothing is in it.
+    fn set_aside(&mut self, blocks: u32) -> Result<(), RunError> {
+        if self.kv_reused || blocks > self.blocks { Err(RunError::ArenaInUse) } else { Ok(()) }
+    }
+
+    fn put_back(&mut self) {}
+}
+
+impl Layout {
+    fn set(&mut self, copies: &[BlockCopy], batch: &Batch, wanted: &[usize]) {
+        self.copies.clear();
+        self.copies.extend(copies.iter().map(|c| (BlockId(c.from), BlockId(c.to), c.tokens as usize)));
+        self.order.clear();
+        let single = |row: &usize| batch.rows[*row].tokens.len() == 1;
+        self.order.extend((0..batch.rows.len()).filter(single));
+        self.order.extend((0..batch.rows.len()).filter(|row| !single(row)));
+        self.tokens.clear();
+        self.places.clear();
+        self.places.resize(batch.tokens.len(), 0);
+        for &row in &self.order {
+            for token in batch.rows[row].tokens.clone() {
+                self.places[token] = self.tokens.len() as u32;
+                self.tokens.push(TokenSource::Known(batch.tokens[token]));
+            }
+        }
+        self.wanted.clear();
+        self.wanted.extend(wanted.iter().map(|&token| self.places[token]));
+        self.wanted.sort_unstable();
+    }
+}
+
+impl GpuModel {
+    /// Draws everything. Draws that cannot be made together, because they adjust one row of logits differently or because there are too many,
+    /// are made one lot after the other.
+    fn draw(
+        &mut self,
+        pending: &[Pending],
+        logits: &[u32],
+        sequences: &Sequences,
+    ) -> Result<Vec<Result<Sampled, String>>, CudaError> {
+        let mut results = Vec::with_capacity(pending.len());
+        let adjustments: Vec<Vec<Adjustment>> = pending
+            .iter()
+            .map(|draw| {
+                if draw.of.params.penalties.is_none() {
+                    Vec::new()
+                } else {
+                    adjustments(sequences.past(draw.row, draw.of.position as usize))
+                }
+            })
+            .collect();
+        let mut first = 0;
+        while first < pending.len() {
+            let count = lot(&pending[first..], &adjustments[first..], self.draws);
+            let lot = first..first + count;
+            let rows: Vec<SampleRow<'_>> = pending[lot.clone()]
+                .iter()
+                .zip(&adjustments[lot.clone()])
+                .map(|(draw, adjustments)| SampleRow {
+                    logits_row: logits[draw.logits],
+                    params: draw.of.params,
+                    min_p: 0.0,
+                    choice: draw.of.choice,
+                    position: draw.of.position,
+                    adjustments,
+                })
+                .collect();
+            self.decoder.draw(&rows)?;
+            let draws = self.decoder.draws()?;
+            results.extend(pending[lot].iter().enumerate().map(|(index, draw)| {
+                let ranked = draws.ranked.get(index * draws.stride..).unwrap_or_default();
+                sampled(draw, draws.drawn[index], draws.logprobs.get(index).copied(), ranked)
+            }));
+            first += count;
+        }
+        Ok(results)
+    }
+}
+
+/// How many of the first draws can be made together: at most `most`, and of those that name one row of logits a single one where it is adjusted.
+fn lot(pending: &[Pending], adjustments: &[Vec<Adjustment>], most: usize) -> usize {
+    let mut total = 0;
+    for (index, (draw, own)) in pending.iter().zip(adjustments).enumerate() {
+        total += own.len();
+        // Draws of one row of logits stand side by side.
+        let shared = index > 0 && pending[index - 1].logits == draw.logits;
+        let adjusted = !own.is_empty() || (index > 0 && !adjustments[index - 1].is_empty());
+        if index == most || (index > 0 && total > ADJUSTMENTS) || (shared && adjusted) {
+            return index;
+        }
+    }
+    pending.len()
+}
+
+/// Every token of the past once, ascending.
+fn adjustments(past: Past<'_>) -> Vec<Adjustment> {
+    let mut tokens: Vec<(u32, u32)> = past.prompt.iter().map(|&token| (token, 0)).collect();
+    tokens.extend(past.output.iter().map(|&token| (token, 1)));
+    tokens.sort_unstable();
+    let groups = tokens.chunk_by(|a, b| a.0 == b.0);
+    groups
+        .map(|group| Adjustment {
+            token: TokenId(group[0].0),
+            seen: true,
+            output: group.iter().map(|(_, output)| output).sum(),
+            bias: 0.0,
+        })
+        .collect()
+}
+
+/// What is reported of a draw.
+fn sampled(
+    draw: &Pending,
+    drawn: Drawn,
+    logprob: Option<f32>,
+    ranked: &[Ranked],
+) -> Result<Sampled, String> {
+    let token = drawn.token().map_err(|error| crate::sample::invalid(&error))?;
+    let mut sampled = Sampled { seq: draw.of.seq, token: token.0, logprob: None, top: Vec::new() };
+    if let Some(count) = draw.of.params.logprobs {
+        sampled.logprob = logprob;
+        let top = ranked.iter().take(count.into());
+        sampled.top = top.map(|ranked| (ranked.token, ranked.logprob)).collect();
+    }
+    Ok(sampled)
+}
+
+#[cfg(test)]
+mod tests;

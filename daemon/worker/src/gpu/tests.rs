@@ -1,0 +1,64 @@
+//! What needs no GPU.
+
+use pagedd_core::{Penalties, SamplingParams};
+
+use super::*;
+use crate::sample::Request;
+
+fn draw(logits: usize) -> Pending {
+    let params = SamplingParams { penalties: Penalties::NONE, ..SamplingParams::GREEDY };
+    Pending { of: Request { seq: 1, choice: 0, position: 9, params }, row: 1, logits }
+}
+
+fn adjusted(count: u32) -> Vec<Adjustment> {
+    (0..count).map(|token| Adjustment { token: TokenId(token), seen: true, output: 0, bias: 0.0 }).collect()
+}
+
+#[test]
+fn draws_are_made_together_unless_they_adjust_one_row_of_logits() {
+    let (plain, one) = (adjusted(0), adjusted(1));
+    let same = [draw(0), draw(0), draw(0), draw(1)];
+    let none = [plain.clone(), plain.clone(), plain.clone(), plain.clone()];
+    assert_eq!(lot(&same, &none, 8), 4);
+    assert_eq!(lot(&same, &none, 3), 3);
+    assert_eq!(lot(&same, &[one.clone(), one.clone(), one.clone(), one.clone()], 8), 1);
+    assert_eq!(lot(&same, &[one.clone(), plain.clone(), plain.clone(), plain.clone()], 8), 1);
+    assert_eq!(lot(&same, &[plain.clone(), one.clone(), plain.clone(), plain], 8), 1);
+    assert_eq!(lot(&[draw(0), draw(1)], &[one.clone(), one], 8), 2);
+}
+
+#[test]
+fn a_draw_with_more_adjustments_than_fit_with_others_is_made_alone() {
+    let half = adjusted(ADJUSTMENTS as u32 / 2 + 1);
+    assert_eq!(lot(&[draw(0), draw(1)], &[half.clone(), half], 8), 1);
+}
+
+#[test]
+fn every_token_of_the_past_is_adjusted_once_and_counted_in_the_output() {
+    let found = adjustments(Past { prompt: &[7, 3, 7], output: &[3, 9, 9] });
+    let found: Vec<_> = found.iter().map(|by| (by.token.0, by.seen, by.output)).collect();
+    assert_eq!(found, [(3, true, 1), (7, true, 0), (9, true, 2)]);
+}
+
+#[test]
+fn rows_of_one_token_come_first_on_the_device_and_logits_are_found_again() {
+    let row = |seq, tokens: std::ops::Range<usize>| crate::batch::BatchRow {
+        seq,
+        start: 0,
+        tokens,
+        samples: vec![seq],
+        drafts: 0,
+    };
+    let batch = Batch {
+        tokens: vec![10, 11, 12, 13, 14],
+        positions: vec![0, 1, 2, 0, 0],
+        rows: vec![row(1, 0..3), row(2, 3..4), row(3, 4..5)],
+        failed: Vec::new(),
+    };
+    let mut layout = Layout::default();
+    layout.set(&[], &batch, &[2, 3, 4]);
+    assert_eq!(layout.order, [1, 2, 0]);
+    assert_eq!(layout.tokens, [13, 14, 10, 11, 12].map(TokenSource::Known));
+    assert_eq!(layout.wanted, [0, 1, 4]);
+    assert_eq!([2, 3, 4].map(|token: usize| layout.places[token]), [4, 0, 1]);
+}
