@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used)]
 
 mod driver;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod independence;
 mod models;
 mod protocol;

@@ -5,6 +5,7 @@ use std::sync::OnceLock;
 use pagedd_core::{SamplingParams, TokenId};
 use pagedd_model::ModelSource;
 use pagedd_wire::worker::{Dtype, Sampled};
+use pagedd_worker::ModelRunner;
 use serde_json::Value;
 
 use crate::driver::{Driver, Seq};
@@ -91,7 +92,7 @@ fn reference() -> Vec<Reference> {
 }
 
 /// Every prompt, those of the reference first.
-fn prompts() -> Vec<(String, Vec<u32>)> {
+pub fn prompts() -> Vec<(String, Vec<u32>)> {
     let tokenizer = ModelSource::open(&real()).unwrap().tokenizer().unwrap();
     let ours = reference().into_iter().map(|r| (r.id, r.prompt));
     let further = FURTHER_PROMPTS.iter().map(|text| {
@@ -144,19 +145,28 @@ fn the_f32_path_draws_the_reference_tokens() {
     }
 }
 
-#[test]
-fn the_int8_path_stays_close_to_the_f32_path() {
-    let mut runner = load_real(Dtype::Auto, |_| {});
-    let mut driver = Driver::new(&runner);
+/// How far a path is from the f32 path, fed its tokens.
+pub struct Distance {
+    pub steps: usize,
+    /// Share of steps whose best token is the same.
+    pub agreement: f64,
+    /// Mean difference of the f32 path's five best log-probabilities.
+    pub pooled: f64,
+    /// The same of the prompt where it is largest.
+    pub worst: (f64, String),
+}
+
+/// Measures `runner`, which reports `ranks` log-probabilities. Prompts of all lengths run beside one another.
+pub fn distance(runner: &mut ModelRunner, ranks: u8) -> Distance {
+    let mut driver = Driver::new(runner);
     let prompts = prompts();
     for (id, ((_, prompt), drawn)) in prompts.iter().zip(f32_path()).enumerate() {
         let mut seq = Seq::new(id as u64, prompt, drawn.len());
         seq.forced = drawn.iter().map(|s| s.token).collect();
-        // Enough to find the other path's best five in.
-        seq.sampling = SamplingParams { logprobs: Some(255), ..SamplingParams::GREEDY };
+        seq.sampling = SamplingParams { logprobs: Some(ranks), ..SamplingParams::GREEDY };
         driver.seqs.push(seq);
     }
-    driver.finish(&mut runner);
+    driver.finish(runner);
 
     let (mut steps, mut agreed, mut sum, mut worst) = (0, 0, 0.0, (0.0, String::new()));
     for (id, (name, _)) in prompts.iter().enumerate() {
@@ -166,7 +176,7 @@ fn the_int8_path_stays_close_to_the_f32_path() {
         for (want, got) in want.iter().zip(got) {
             agreed += usize::from(want.token == got.token);
             for (token, logprob) in &want.top {
-                // What is not among the best 255 is at least as far down as the last of them.
+                // What is not among the best that are reported is at least as far down as the last of them.
                 let ours = got.top.iter().find(|(t, _)| t == token).unwrap_or(got.top.last().unwrap()).1;
                 of_prompt += f64::from((ours - logprob).abs()) / want.top.len() as f64;
             }
@@ -178,7 +188,7 @@ fn the_int8_path_stays_close_to_the_f32_path() {
             worst = (mean, name.clone());
         }
     }
-    let (agreement, pooled) = (agreed as f64 / steps as f64, sum / steps as f64);
+    let (agreement, pooled) = (f64::from(agreed as u32) / steps as f64, sum / steps as f64);
     println!(
         "{} kernels, {steps} steps: argmax agreement {:.2} %, mean |Δ top-5 logprob| {pooled:.4}, worst prompt {:.4} ({:?})",
         runner.info().kernels,
@@ -186,6 +196,13 @@ fn the_int8_path_stays_close_to_the_f32_path() {
         worst.0,
         worst.1
     );
+    Distance { steps, agreement, pooled, worst }
+}
+
+#[test]
+fn the_int8_path_stays_close_to_the_f32_path() {
+    // As many as can be, to find the other path's best five in.
+    let Distance { steps, agreement, pooled, worst } = distance(&mut load_real(Dtype::Auto, |_| {}), 255);
     assert!(steps >= 2000, "{steps} steps");
     assert!(agreement >= 0.975, "argmax agreement {agreement}");
     assert!(pooled <= 0.085, "mean |Δ top-5 logprob| {pooled}");

@@ -16,18 +16,18 @@ use crate::driver::{Driver, Seq, known};
 use crate::models::{dup, hello, load, tiny, tokens};
 
 /// A plan, what it gave, and what a fresh worker must know before it.
-struct Step {
-    before: Vec<SequenceState>,
-    plan: Plan,
+pub struct Step {
+    pub before: Vec<SequenceState>,
+    pub plan: Plan,
     /// The plan as sent again once earlier ones were applied.
-    known: Plan,
-    output: Output,
+    pub known: Plan,
+    pub output: Output,
 }
 
 /// A busy history with forks, draws, guesses, chunks, preemptions and ends, run once.
 ///
 /// What is guessed is what a runner of the same model draws in a history without guesses.
-fn history(runner: &mut ModelRunner, path: &Path, seed: u64) -> Vec<Step> {
+pub fn history(runner: &mut ModelRunner, path: &Path, seed: u64) -> Vec<Step> {
     let (_, drawn) = history_with(&mut load(&small(path)), seed, BTreeMap::new());
     let futures = drawn.iter().map(|(seq, drawn)| (*seq, drawn.iter().map(|s| s.token).collect())).collect();
     let (steps, with_guesses) = history_with(runner, seed, futures);
@@ -93,7 +93,7 @@ fn history_with(
     (steps, driver.drawn)
 }
 
-fn without_time(output: &Output) -> Output {
+pub fn without_time(output: &Output) -> Output {
     Output { compute_us: 0, ..output.clone() }
 }
 

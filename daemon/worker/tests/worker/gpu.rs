@@ -1,0 +1,148 @@
+//! The real model on a GPU. Ignored where tests run without one: `cargo test -p pagedd-worker --features cuda -- --ignored gpu`.
+
+use pagedd_core::{Penalties, SamplingParams};
+use pagedd_wire::worker::{Arena, Device, Dtype, Hello, KvDtype, KvMemory};
+use pagedd_worker::{Fds, ModelRunner};
+
+use crate::driver::{Driver, Seq, bits};
+use crate::models::{hello, load, real};
+use crate::reference::{Distance, distance, prompts};
+use crate::replay::{history, without_time};
+
+fn gpu() -> Hello {
+    Hello {
+        device: Device::Cuda { ordinal: 0 },
+        kv_dtype: KvDtype::Bf16,
+        kv_memory: KvMemory::Tokens(65_536),
+        threads: Some(8),
+        ..hello(&real(), Dtype::Auto)
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn the_gpu_path_stays_close_to_the_f32_path() {
+    for block_size in [16, 64, 256] {
+        let Distance { steps, agreement, pooled, worst } =
+            distance(&mut load(&Hello { block_size, ..gpu() }), 20);
+        assert!(steps >= 2000, "{steps} steps");
+        assert!(agreement >= 0.985, "argmax agreement {agreement}");
+        assert!(pooled <= 0.03, "mean |Δ top-5 logprob| {pooled}, worst {worst:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn every_plan_run_twice_on_a_gpu_gives_equal_outputs() {
+    for seed in 1..=4 {
+        let (mut once, mut twice) = (load(&gpu()), load(&gpu()));
+        for step in history(&mut once, &real(), seed) {
+            for _ in 0..2 {
+                let output = twice.run(&step.plan).unwrap();
+                assert_eq!(without_time(&output), without_time(&step.output), "plan {}", step.plan.id);
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_worker_of_a_gpu_takes_over_arenas_and_goes_on_with_the_same_bits() {
+    let mut undisturbed = load(&gpu());
+    let mut driver = Driver::new(&undisturbed);
+    for (id, (_, prompt)) in prompts().iter().enumerate().take(12) {
+        driver.seqs.push(Seq::new(id as u64, prompt, 24));
+    }
+    let mut other = driver.clone();
+    driver.finish(&mut undisturbed);
+
+    let mut runner = load(&gpu());
+    for turn in 0.. {
+        let Some(plan) = other.plan() else { break };
+        if turn == 9 {
+            let arenas = [Arena::Weights, Arena::Kv].map(|arena| runner.arena(arena).unwrap());
+            let id = runner.info().kv_id;
+            drop(runner);
+            let [weights, kv] = arenas;
+            let hello = Hello {
+                weights_fd: true,
+                kv_fd: true,
+                weights_bytes: weights.bytes,
+                kv_bytes: kv.bytes,
+                ..gpu()
+            };
+            let fds = Fds { weights: Some(weights.fd), kv: Some(kv.fd) };
+            runner = ModelRunner::load(&hello, fds, &mut |_| true).unwrap();
+            let info = runner.info();
+            assert!(info.weights_reused && info.kv_reused && info.kv_id == id, "{info:?}");
+            runner.resync(other.snapshot()).unwrap();
+        }
+        let output = runner.run(&plan).unwrap();
+        other.apply(&plan, &output);
+    }
+    for (id, drawn) in &driver.drawn {
+        assert_eq!(bits(drawn), bits(&other.drawn[id]), "sequence {id}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn arenas_of_another_model_size_or_kind_are_not_taken_over_on_a_gpu() {
+    let runner = load(&gpu());
+    let take_over = |change: &dyn Fn(&mut Hello), swap: bool| {
+        let mut arenas = [Arena::Weights, Arena::Kv].map(|arena| runner.arena(arena).unwrap());
+        if swap {
+            arenas.reverse();
+        }
+        let [weights, kv] = arenas;
+        let mut hello = Hello { weights_bytes: weights.bytes, kv_bytes: kv.bytes, ..gpu() };
+        change(&mut hello);
+        let fds = Fds { weights: Some(weights.fd), kv: Some(kv.fd) };
+        let info = ModelRunner::load(&hello, fds, &mut |_| true).unwrap().info().clone();
+        (info.weights_reused, info.kv_reused)
+    };
+    assert_eq!(take_over(&|_| {}, false), (true, true));
+    assert_eq!(take_over(&|hello| hello.block_size = 32, false), (true, false));
+    assert_eq!(take_over(&|hello| hello.kv_memory = KvMemory::Tokens(4096), false), (true, false));
+    assert_eq!(take_over(&|hello| hello.kv_bytes += 4 << 20, false), (true, false));
+    assert_eq!(take_over(&|_| {}, true), (false, false));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn choices_of_one_prompt_with_penalties_draw_what_they_draw_alone() {
+    let prompt = &prompts()[1].1;
+    let sampling = SamplingParams {
+        temperature: 0.8,
+        seed: 5,
+        penalties: Penalties { presence: 0.5, frequency: 0.3, repetition: 1.2 },
+        logprobs: Some(3),
+        ..SamplingParams::GREEDY
+    };
+    let mut runner = load(&gpu());
+    let mut together = Driver::new(&runner);
+    together.seqs.push(Seq { sampling, children: vec![2, 3, 4], ..Seq::new(1, prompt, 6) });
+    together.finish(&mut runner);
+    for (choice, id) in (0..).zip(1..=4) {
+        let mut alone = Driver::new(&runner);
+        alone.seqs.push(Seq { sampling, choice, ..Seq::new(id, prompt, 1) });
+        alone.finish(&mut runner);
+        assert_eq!(alone.drawn[&id][0].token, together.drawn[&id][0].token, "choice {choice}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn what_a_gpu_does_not_keep_is_refused_with_the_key_named() {
+    let refused = |hello: &Hello| {
+        let error = ModelRunner::load(hello, Fds::default(), &mut |_| true).unwrap_err();
+        assert!(!error.retry(), "{error}");
+        error.to_string()
+    };
+    assert!(refused(&Hello { dtype: Dtype::F32, ..gpu() }).starts_with("dtype: f32"));
+    assert!(refused(&Hello { kv_dtype: KvDtype::F16, ..gpu() }).starts_with("kv_dtype: f16"));
+    assert!(refused(&Hello { device: Device::Cuda { ordinal: 63 }, ..gpu() }).contains("no GPU 63"));
+    let huge = Hello { kv_memory: KvMemory::Bytes(1 << 42), ..gpu() };
+    let error = ModelRunner::load(&huge, Fds::default(), &mut |_| true).unwrap_err();
+    assert!(error.to_string().starts_with("kv_memory of"), "{error}");
+}
