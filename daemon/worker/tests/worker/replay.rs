@@ -27,7 +27,7 @@ pub struct Step {
 /// A busy history with forks, draws, guesses, chunks, preemptions and ends, run once.
 ///
 /// What is guessed is what a runner of the same model draws in a history without guesses.
-pub fn history(runner: &mut ModelRunner, path: &Path, seed: u64) -> Vec<Step> {
+fn history(runner: &mut ModelRunner, path: &Path, seed: u64) -> Vec<Step> {
     let (_, drawn) = history_with(&mut load(&small(path)), seed, BTreeMap::new());
     let futures = drawn.iter().map(|(seq, drawn)| (*seq, drawn.iter().map(|s| s.token).collect())).collect();
     let (steps, with_guesses) = history_with(runner, seed, futures);
@@ -42,7 +42,7 @@ pub fn history(runner: &mut ModelRunner, path: &Path, seed: u64) -> Vec<Step> {
     steps
 }
 
-fn history_with(
+pub fn history_with(
     runner: &mut ModelRunner,
     seed: u64,
     futures: BTreeMap<u64, Vec<u32>>,
