@@ -37,6 +37,23 @@ template <class T> __device__ __forceinline__ void store(T* to, size_t pack, con
     reinterpret_cast<uint4*>(to)[pack] = *reinterpret_cast<const uint4*>(&value);
 }
 
+// Eight floats, moved as twice 16 bytes.
+struct alignas(16) Eight {
+    float at[8];
+};
+
+__device__ __forceinline__ Eight load(const float* from, size_t pack) {
+    Eight out;
+    reinterpret_cast<float4*>(&out)[0] = reinterpret_cast<const float4*>(from)[2 * pack];
+    reinterpret_cast<float4*>(&out)[1] = reinterpret_cast<const float4*>(from)[2 * pack + 1];
+    return out;
+}
+
+__device__ __forceinline__ void store(float* to, size_t pack, const Eight& value) {
+    reinterpret_cast<float4*>(to)[2 * pack] = reinterpret_cast<const float4*>(&value)[0];
+    reinterpret_cast<float4*>(to)[2 * pack + 1] = reinterpret_cast<const float4*>(&value)[1];
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
     for (unsigned width = WARP / 2; width > 0; width /= 2) x += __shfl_xor_sync(ALL_LANES, x, width);
     return x;

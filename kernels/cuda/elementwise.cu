@@ -30,7 +30,7 @@ struct EmbedArgs {
     const void* table;      // [vocabulary][hidden]
     const uint32_t* tokens; // [grid]: an id; with the top bit set, an index into drawn
     const uint32_t* drawn;  // what an earlier step drew, two words each (token, first bad one); or null
-    void* out;              // [grid][hidden]
+    float* out;             // [grid][hidden]
     uint32_t vocabulary;
     uint32_t drawn_count;
     uint32_t hidden;        // a multiple of 8
@@ -46,16 +46,16 @@ template <class T> __device__ __forceinline__ void embed(const EmbedArgs& a) {
         token = index < a.drawn_count ? a.drawn[2 * index] : a.vocabulary;
     }
     const unsigned packs = a.hidden / Pack<T>::SIZE;
-    T* out = static_cast<T*>(a.out) + size_t(blockIdx.x) * a.hidden;
+    float* out = a.out + size_t(blockIdx.x) * a.hidden;
     const T* row = static_cast<const T*>(a.table) + size_t(token) * a.hidden;
     for (unsigned pack = threadIdx.x; pack < packs; pack += blockDim.x) {
-        Pack<T> value;
+        Eight values = {};
         if (token < a.vocabulary) {
-            value = load(row, pack);
-        } else {
-            *reinterpret_cast<uint4*>(&value) = make_uint4(0, 0, 0, 0);
+            const Pack<T> read = load(row, pack);
+#pragma unroll
+            for (unsigned j = 0; j < Pack<T>::SIZE; ++j) values.at[j] = to_f32(read.at[j]);
         }
-        store(out, pack, value);
+        store(out, pack, values);
     }
 }
 FOR_ELEMENTS(embed, EmbedArgs)

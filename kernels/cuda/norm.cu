@@ -2,8 +2,8 @@
 #include "common.cuh"
 
 struct NormArgs {
-    void* x;              // [.. rows][hidden], the residual stream
-    const void* delta;    // like x, added to it; or null
+    float* x;             // [.. rows][hidden], the residual stream
+    const void* delta;    // [.. rows][hidden], added to it; or null
     const float* weight;  // [hidden]
     const uint32_t* rows; // which row of x the i-th output is of; null: the i-th. With it, x is left as it is
     void* out;            // [grid][hidden]
@@ -12,18 +12,18 @@ struct NormArgs {
 };
 
 // Packs that a thread keeps in registers; blocks are made so wide that these are enough.
-constexpr unsigned NORM_PACKS = 8;
+constexpr unsigned NORM_PACKS = 4;
 
-// x' = round(x + delta); out = round(x' / sqrt(mean(x'^2) + epsilon) * weight). One block per row.
+// x' = x + delta; out = round(x' / sqrt(mean(x'^2) + epsilon) * weight). One block per row.
 template <class T> __device__ __forceinline__ void add_rms_norm(const NormArgs& a) {
     __shared__ float scratch[WARP];
     const size_t row = a.rows ? a.rows[blockIdx.x] : blockIdx.x;
-    T* x = static_cast<T*>(a.x) + row * a.hidden;
+    float* x = a.x + row * a.hidden;
     const T* delta = a.delta ? static_cast<const T*>(a.delta) + row * a.hidden : nullptr;
     T* out = static_cast<T*>(a.out) + size_t(blockIdx.x) * a.hidden;
     const unsigned packs = a.hidden / Pack<T>::SIZE;
 
-    Pack<T> kept[NORM_PACKS];
+    Eight kept[NORM_PACKS];
     float squares = 0.0f;
 #pragma unroll
     for (unsigned i = 0; i < NORM_PACKS; ++i) {
@@ -33,28 +33,21 @@ template <class T> __device__ __forceinline__ void add_rms_norm(const NormArgs& 
         if (delta) {
             const Pack<T> added = load(delta, pack);
 #pragma unroll
-            for (unsigned j = 0; j < Pack<T>::SIZE; ++j) {
-                kept[i].at[j] = from_f32<T>(to_f32(kept[i].at[j]) + to_f32(added.at[j]));
-            }
+            for (unsigned j = 0; j < Pack<T>::SIZE; ++j) kept[i].at[j] += to_f32(added.at[j]);
             if (!a.rows) store(x, pack, kept[i]);
         }
 #pragma unroll
-        for (unsigned j = 0; j < Pack<T>::SIZE; ++j) {
-            const float value = to_f32(kept[i].at[j]);
-            squares += value * value;
-        }
+        for (unsigned j = 0; j < Pack<T>::SIZE; ++j) squares += kept[i].at[j] * kept[i].at[j];
     }
     const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / float(a.hidden) + a.epsilon);
 #pragma unroll
     for (unsigned i = 0; i < NORM_PACKS; ++i) {
         const unsigned pack = i * blockDim.x + threadIdx.x;
         if (pack >= packs) break;
-        const float4* weight = reinterpret_cast<const float4*>(a.weight) + 2 * pack;
-        const float4 low = weight[0], high = weight[1];
-        const float factors[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        const Eight factors = load(a.weight, pack);
         Pack<T> y;
 #pragma unroll
-        for (unsigned j = 0; j < Pack<T>::SIZE; ++j) y.at[j] = from_f32<T>(to_f32(kept[i].at[j]) * scale * factors[j]);
+        for (unsigned j = 0; j < Pack<T>::SIZE; ++j) y.at[j] = from_f32<T>(kept[i].at[j] * scale * factors.at[j]);
         store(out, pack, y);
     }
 }

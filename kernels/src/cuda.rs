@@ -21,6 +21,7 @@ mod pinned;
 mod rope;
 mod sample;
 pub mod selfcheck;
+mod shared;
 mod stream;
 
 pub use attention::{Attention, DecodeLimits, DecodePlan, PrefillPlan, decode, prefill};
@@ -32,11 +33,12 @@ pub use decoder::{
 pub use device::{Device, DeviceInfo};
 pub use elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, silu_mul};
 pub use error::CudaError;
-pub use gemm::{Algorithm, Gemm, GemmOutput, GemmShape};
+pub use gemm::{Algorithm, Algorithms, AlgorithmsError, Gemm, GemmOutput, GemmShape, Tuned, Tuning};
 pub use graph::Graph;
 pub use launch::Half;
 pub use norm::{AddNorm, add_rms_norm};
 pub use pinned::{Pinned, PinnedRing};
 pub use rope::{DeviceAngles, RopeIntoKv, rope_into_kv};
 pub use sample::{Drawn, Ranked, SampleRow, Sampler};
+pub use shared::SharedBuffer;
 pub use stream::{Event, Stream};

@@ -24,7 +24,7 @@ use crate::arena::{HEADER_BYTES, Header, Kind};
 use crate::batch::{self, Batch, Limits};
 use crate::load::LoadError;
 use crate::memory::KvRequest;
-use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, RunError, info, limits, pending};
+use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, RunError, info, pending};
 use crate::sample::Past;
 use crate::sequence::Sequences;
 

@@ -255,11 +255,11 @@ fn layer(stream: &Stream, model: &Model, rows: usize) -> Result<(), CudaError> {
     let mut input = Buffer::<bf16>::zeroed(stream, sets * rows * 2 * ffn)?;
     fill_normal(stream, 3, 1.0, &mut input.all_mut())?;
     let mut out = Buffer::<bf16>::zeroed(stream, rows * 2 * ffn)?;
-    let mut residual = Buffer::<bf16>::zeroed(stream, rows * hidden)?;
+    let mut residual = Buffer::<f32>::zeroed(stream, rows * hidden)?;
     let weight = Buffer::copy_of(stream, &vec![1.0_f32; hidden])?;
     let of = |set: usize, len: usize| input.part(set % sets * len..(set % sets + 1) * len);
     let named = |kernel: &str| format!("{} {kernel}", model.name);
-    line(stream, &named("residual + RMSNorm"), rows, 8 * rows * hidden, launches, |stream, set| {
+    line(stream, &named("residual + RMSNorm"), rows, 12 * rows * hidden, launches, |stream, set| {
         let args = AddNorm {
             x: residual.all_mut(),
             delta: Some(of(set, rows * hidden)?),
@@ -312,9 +312,9 @@ fn layer(stream: &Stream, model: &Model, rows: usize) -> Result<(), CudaError> {
     let mut tokens = Tokens::with_capacity(stream, rows)?;
     let ids: Vec<TokenSource> = (0..rows as u32).map(|i| TokenSource::Known(i * 7 % vocabulary)).collect();
     tokens.set(stream, &mut ring, &ids)?;
-    line(stream, &named("embedding"), rows, 4 * rows * hidden, launches, |stream, _| {
-        let args =
-            Embed { table, hidden, tokens: &tokens, drawn: None, out: out.part_mut(0..rows * hidden)? };
+    line(stream, &named("embedding"), rows, 6 * rows * hidden, launches, |stream, _| {
+        let out = residual.part_mut(0..rows * hidden)?;
+        let args = Embed { table, hidden, tokens: &tokens, drawn: None, out };
         embed(stream, args)
     })
 }

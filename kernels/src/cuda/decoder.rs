@@ -26,6 +26,7 @@ use super::attention::DecodeLimits;
 use super::batch::DeviceKvLayout;
 use super::elementwise::TokenSource;
 use super::error::CudaError;
+use super::gemm::GemmOutput;
 use super::graph::Recorded;
 use super::launch::Half;
 use super::norm::dimension;
@@ -133,7 +134,7 @@ pub fn bucket(rows: usize) -> usize {
     }
 }
 
-impl<T: Half> Decoder<T> {
+impl<T: Half + GemmOutput> Decoder<T> {
     /// A decoder over filled `memory`.
     ///
     /// # Errors
@@ -169,7 +170,7 @@ impl<T: Half> Decoder<T> {
     /// Bytes of scratch memory that a decoder of this shape takes within these limits, about.
     #[must_use]
     pub fn scratch_bytes(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
-        let width = 3 * shape.hidden + shape.qkv_width() + shape.query_width() + 3 * shape.ffn;
+        let width = 4 * shape.hidden + shape.qkv_width() + shape.query_width() + 3 * shape.ffn;
         let logits = limits.wanted * shape.vocabulary * size_of::<f32>();
         let draws = limits.draws * (64 << 10);
         limits.tokens * width * size_of::<T>() + logits + draws + PARTIAL_BYTES.min(partial_bytes(shape, limits)) + (128 << 20)

@@ -158,8 +158,8 @@ pub struct Embed<'a, T: Half> {
     pub tokens: &'a Tokens,
     /// The draws that tokens refer to; empty where none does.
     pub drawn: Option<View<'a, Drawn>>,
-    /// `[tokens][hidden]`.
-    pub out: ViewMut<'a, T>,
+    /// `[tokens][hidden]`, in single precision: the residual stream begins with it.
+    pub out: ViewMut<'a, f32>,
 }
 
 /// Copies the row of each token. A token outside the vocabulary, as a failed draw gives it, gets zeros: its row fails by its logits alone.

@@ -13,6 +13,9 @@ use super::stream::Stream;
 /// What a closure queued, to be replayed.
 pub(super) struct Recorded(CudaGraph);
 
+// SAFETY: a graph belongs to no thread; `&` and `&mut` of its owner say who uses it.
+unsafe impl Send for Recorded {}
+
 impl Recorded {
     /// Records what `work` queues on `stream`; none of it runs yet. Whatever `work` needs must be allocated before.
     ///

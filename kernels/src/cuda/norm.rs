@@ -11,14 +11,15 @@ use crate::error::{ShapeError, length, product};
 /// Elements that a thread moves at once.
 pub(super) const PACK: usize = 8;
 /// Packs that a thread of the kernel keeps.
-const PACKS: usize = 8;
+const PACKS: usize = 4;
 
 /// What an addition with RMSNorm works on. Rows are `weight.len()` elements.
 #[expect(missing_debug_implementations, reason = "names of device memory say nothing")]
 pub struct AddNorm<'a, T: Half> {
-    /// The residual stream. With `delta` and without `rows` it becomes `x + delta`.
-    pub x: ViewMut<'a, T>,
-    /// What is added first, like `x`.
+    /// The residual stream, in single precision: what many layers add is rounded in none of them. With `delta` and without `rows` it becomes
+    /// `x + delta`.
+    pub x: ViewMut<'a, f32>,
+    /// What is added first, of as many elements.
     pub delta: Option<View<'a, T>>,
     /// A factor per column.
     pub weight: View<'a, f32>,
@@ -44,7 +45,7 @@ struct NormArgs {
 // SAFETY: the fields of NormArgs in norm.cu.
 unsafe impl Params for NormArgs {}
 
-/// `x' = x + delta` rounded; `out = x' / sqrt(mean(x'²) + epsilon) * weight`, of single-precision values, rounded once.
+/// `x' = x + delta`; `out = x' / sqrt(mean(x'²) + epsilon) * weight`, of single-precision values, rounded once.
 ///
 /// # Errors
 /// The shapes do not fit (nothing was launched), or the device failed.
@@ -53,7 +54,7 @@ pub fn add_rms_norm<T: Half>(stream: &Stream, args: AddNorm<'_, T>) -> Result<()
     let hidden = weight.len();
     let all = whole_rows("norm input", hidden, x.len())?;
     if hidden > PACK * PACKS * 1024 {
-        return Err(dimension("norm weight", "at most 65,536 elements", hidden));
+        return Err(dimension("norm weight", "at most 32,768 elements", hidden));
     }
     if let Some(delta) = delta {
         length("summand", x.len(), delta.len())?;
@@ -81,7 +82,7 @@ pub fn add_rms_norm<T: Half>(stream: &Stream, args: AddNorm<'_, T>) -> Result<()
     let grid = Grid { blocks: (blocks("rows", count)?, 1), threads: warps(threads), shared: 0 };
     let kernel = &stream.device().kernels().add_rms_norm[T::INDEX];
     // SAFETY: `count` blocks each read row `rows[i] < all` of `x` and `delta` and write row `i` of `out`, all `hidden` long, a whole number of
-    // packs, which 8 packs for each of the threads cover. `x`, where written, and `out` are borrowed mutably.
+    // packs, which 4 packs for each of the threads cover. `x`, where written, and `out` are borrowed mutably.
     unsafe { launch(stream, kernel, "RMSNorm", grid, params) }
 }
 

@@ -3,11 +3,12 @@
 //! **Owns** reading, conversion and the way to the device, in parallel and with bounded host memory. **Never** computes with a weight.
 
 use half::slice::HalfFloatSliceExt as _;
+use pagedd_core::TensorType;
 use pagedd_kernels::cuda::{
     CudaError, DecoderPlaces, DecoderShape, PinnedRing, Place, SharedBuffer, Stream, ViewMut, fill_normal,
 };
-use pagedd_kernels::dequantize;
-use pagedd_model::{LayerTensor, ModelSource, TensorInfo, TensorRole, TensorType};
+use pagedd_kernels::{ShapeError, dequantize};
+use pagedd_model::{LayerTensor, ModelSource, SyntheticElements, TensorInfo, TensorRole};
 
 use super::Element;
 use crate::arena::HEADER_BYTES;
@@ -115,9 +116,9 @@ fn targets<'a>(
 ) -> Result<Vec<Target<'a>>, LoadError> {
     use LayerTensor as T;
     let mut targets = Vec::new();
-    let mut add = |role, place, vector| {
+    let mut add = |role, place: Place, vector| {
         let tensor = source.tensor(role).ok_or(PlacesError::Missing(role))?;
-        if tensor.rows * tensor.columns != Place::len(place) {
+        if tensor.rows * tensor.columns != place.len {
             return Err(PlacesError::Overflow(role));
         }
         targets.push(Target { tensor, place, vector });
@@ -161,30 +162,38 @@ fn jobs<'a>(
     memory: &'a mut SharedBuffer,
 ) -> Result<Vec<Job<'a>>, LoadError> {
     let len = memory.len();
-    let mut rest = memory.all_mut().part(HEADER_BYTES..len).map_err(CudaError::from)?;
+    let mut rest = Some(memory.all_mut().part(HEADER_BYTES..len).map_err(CudaError::from)?);
     let mut at = 0;
-    let mut take = |start: usize, bytes: usize| -> Result<ViewMut<'a, u8>, CudaError> {
-        let all = std::mem::replace(&mut rest, ViewMut::empty());
-        let (_, after) = all.split_at(start - at)?;
-        let (piece, after) = after.split_at(bytes)?;
-        (rest, at) = (after, start + bytes);
-        Ok(piece)
-    };
     let mut jobs = Vec::new();
     for target in targets {
         let Target { tensor, place, vector } = *target;
-        if let Some(normal) = source.synthetic(tensor).filter(|_| !vector) {
-            let piece = take(place.at, place.len * target.element())?;
-            fill_normal::<Element>(stream, normal.seed, normal.deviation, &mut piece.cast().map_err(CudaError::from)?)?;
+        if let (false, Some(SyntheticElements::Normal { seed, deviation })) = (vector, source.synthetic(tensor)) {
+            let piece = take(&mut rest, &mut at, place.at, place.len * target.element())?;
+            let mut piece = piece.cast().map_err(CudaError::from)?;
+            fill_normal::<Element>(stream, seed, deviation, &mut piece)?;
             continue;
         }
         let row = tensor.columns * target.element();
         let step = (CHUNK / row.max(1)).max(1);
         for first in (0..tensor.rows).step_by(step) {
             let rows = step.min(tensor.rows - first);
-            let into = take(place.at + first * row, rows * row)?;
+            let into = take(&mut rest, &mut at, place.at + first * row, rows * row)?;
             jobs.push(Job { tensor, first, rows, vector, into });
         }
     }
     Ok(jobs)
+}
+
+/// Cuts `[start, start + bytes)` of the weights out of `rest`, which begins at `at` of them.
+fn take<'a>(
+    rest: &mut Option<ViewMut<'a, u8>>,
+    at: &mut usize,
+    start: usize,
+    bytes: usize,
+) -> Result<ViewMut<'a, u8>, CudaError> {
+    let short = ShapeError::Length { what: "weights", needed: start + bytes, found: *at };
+    let (_, after) = rest.take().ok_or(short)?.split_at(start - *at)?;
+    let (piece, after) = after.split_at(bytes)?;
+    (*rest, *at) = (Some(after), start + bytes);
+    Ok(piece)
 }

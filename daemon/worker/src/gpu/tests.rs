@@ -3,6 +3,7 @@
 use pagedd_core::{Penalties, SamplingParams};
 
 use super::*;
+use crate::batch::BatchRow;
 use crate::sample::Request;
 
 fn draw(logits: usize) -> Pending {
@@ -42,7 +43,7 @@ fn every_token_of_the_past_is_adjusted_once_and_counted_in_the_output() {
 
 #[test]
 fn rows_of_one_token_come_first_on_the_device_and_logits_are_found_again() {
-    let row = |seq, tokens: std::ops::Range<usize>| crate::batch::BatchRow {
+    let row = |seq, tokens: std::ops::Range<usize>| BatchRow {
         seq,
         start: 0,
         tokens,

@@ -13,7 +13,7 @@ use crate::cuda::batch::{DeviceBatch, DeviceKvLayout, Indices};
 use crate::cuda::buffer::{Buffer, Plain, View};
 use crate::cuda::elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, silu_mul};
 use crate::cuda::error::CudaError;
-use crate::cuda::gemm::{Gemm, GemmShape};
+use crate::cuda::gemm::{Gemm, GemmOutput, GemmShape};
 use crate::cuda::launch::Half;
 use crate::cuda::norm::{AddNorm, add_rms_norm};
 use crate::cuda::pinned::PinnedRing;
@@ -57,7 +57,7 @@ pub(super) struct Work<T: Half> {
     pub(super) sampler: Sampler,
     pub(super) ring: PinnedRing,
     /// The residual stream: `[tokens][hidden]`.
-    x: Buffer<T>,
+    x: Buffer<f32>,
     /// What an operator adds to it.
     delta: Buffer<T>,
     normed: Buffer<T>,
@@ -71,7 +71,7 @@ pub(super) struct Work<T: Half> {
     sources: Vec<TokenSource>,
 }
 
-impl<T: Half> Work<T> {
+impl<T: Half + GemmOutput> Work<T> {
     pub(super) fn new(
         stream: &Stream,
         shape: DecoderShape,
@@ -109,7 +109,7 @@ impl<T: Half> Work<T> {
             gemm: Gemm::new(stream)?,
             sampler: Sampler::new(stream, shape.vocabulary, draws, ranks, adjustments)?,
             ring: PinnedRing::new(stream.device(), RING_SLOTS, RING_BYTES)?,
-            x: room(shape.hidden)?,
+            x: Buffer::zeroed(stream, product("scratch memory", &[tokens, shape.hidden])?)?,
             delta: room(shape.hidden)?,
             normed: room(shape.hidden)?,
             qkv: room(shape.qkv_width())?,
@@ -184,7 +184,7 @@ impl<T: Half> Work<T> {
         embed(
             stream,
             Embed {
-                table: matrix(&self.memory, self.places.embedding)?,
+                table: matrix::<T>(&self.memory, self.places.embedding)?,
                 hidden,
                 tokens: &self.tokens,
                 drawn: Some(self.sampler.drawn()),
@@ -231,15 +231,15 @@ impl<T: Half> Work<T> {
             },
         )?;
         let q = qkv.part(0..tokens * width)?;
-        let shape_of = AttentionShape { heads: shape.heads, scale: 1.0 / (shape.head_dim as f32).sqrt() };
-        let mut args = |out| {
-            Ok::<_, CudaError>(Attention { q, shape: shape_of, batch, layer: index, arena: kv.all().part(arena.clone())?, out })
-        };
+        let shape = AttentionShape { heads: shape.heads, scale: 1.0 / (shape.head_dim as f32).sqrt() };
+        let arena = kv.all().part(arena)?;
         if decoded > 0 {
-            decode(stream, &mut self.decode, args(attended.part_mut(0..tokens * query)?)?)?;
+            let out = attended.part_mut(0..tokens * query)?;
+            decode(stream, &mut self.decode, Attention { q, shape, batch, layer: index, arena, out })?;
         }
         if decoded < batch.rows() {
-            prefill(stream, &self.prefill, args(attended.part_mut(0..tokens * query)?)?)?;
+            let out = attended.part_mut(0..tokens * query)?;
+            prefill(stream, &self.prefill, Attention { q, shape, batch, layer: index, arena, out })?;
         }
         let of_output = GemmShape { inputs: query, outputs: hidden };
         let x = attended.part(0..tokens * query)?;
