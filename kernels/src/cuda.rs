@@ -20,6 +20,7 @@ mod pinned;
 mod rope;
 mod sample;
 pub mod selfcheck;
+mod shared;
 mod stream;
 
 pub use attention::{Attention, DecodeLimits, DecodePlan, PrefillPlan, decode, prefill};
@@ -35,4 +36,5 @@ pub use norm::{AddNorm, add_rms_norm};
 pub use pinned::{Pinned, PinnedRing};
 pub use rope::{DeviceAngles, RopeIntoKv, rope_into_kv};
 pub use sample::{Drawn, Ranked, SampleRow, Sampler};
+pub use shared::SharedBuffer;
 pub use stream::{Event, Stream};

@@ -139,7 +139,26 @@ pub struct View<'a, T: Plain> {
     of: PhantomData<&'a [T]>,
 }
 
+impl<'a> View<'a, u8> {
+    /// The same bytes as elements.
+    ///
+    /// # Errors
+    /// They do not begin at a multiple of 16 bytes, or are no whole number of elements.
+    pub fn cast<T: Plain>(self) -> Result<View<'a, T>, ShapeError> {
+        let len = elements::<T>(self.at, self.len)?;
+        Ok(View { at: self.at, len, of: PhantomData })
+    }
+}
+
 impl<T: Plain> View<'_, T> {
+    /// Elements that are no [`Buffer`]'s.
+    ///
+    /// # Safety
+    /// `len` elements lie at `at`, and stay there as long as the view and all work queued with it.
+    pub(super) unsafe fn new(at: CUdeviceptr, len: usize) -> Self {
+        Self { at, len, of: PhantomData }
+    }
+
     /// Elements.
     #[must_use]
     pub fn len(self) -> usize {
@@ -199,7 +218,26 @@ pub struct ViewMut<'a, T: Plain> {
     of: PhantomData<&'a mut [T]>,
 }
 
+impl<'a> ViewMut<'a, u8> {
+    /// The same bytes as elements.
+    ///
+    /// # Errors
+    /// They do not begin at a multiple of 16 bytes, or are no whole number of elements.
+    pub fn cast<T: Plain>(self) -> Result<ViewMut<'a, T>, ShapeError> {
+        let len = elements::<T>(self.at, self.len)?;
+        Ok(ViewMut { at: self.at, len, of: PhantomData })
+    }
+}
+
 impl<'a, T: Plain> ViewMut<'a, T> {
+    /// Elements that are no [`Buffer`]'s, to write.
+    ///
+    /// # Safety
+    /// As of [`View::new`], and nothing else of this process uses the elements as long as the view lives.
+    pub(super) unsafe fn new(at: CUdeviceptr, len: usize) -> Self {
+        Self { at, len, of: PhantomData }
+    }
+
     /// Elements.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -233,6 +271,17 @@ impl<'a, T: Plain> ViewMut<'a, T> {
         Ok(Self { at: part.at, len: part.len, of: PhantomData })
     }
 
+    /// The elements `[0, at)` and `[at, len)`.
+    ///
+    /// # Errors
+    /// There are fewer than `at`.
+    pub fn split_at(self, at: usize) -> Result<(Self, Self), ShapeError> {
+        let whole = View::<'a, T> { at: self.at, len: self.len, of: PhantomData };
+        let (left, right) = (whole.part(0..at)?, whole.part(at..self.len)?);
+        let part = |part: View<'a, T>| Self { at: part.at, len: part.len, of: PhantomData };
+        Ok((part(left), part(right)))
+    }
+
     /// Copies `data` into it and waits. For preparation and tests.
     ///
     /// # Errors
@@ -263,3 +312,18 @@ impl<'a, T: Plain> ViewMut<'a, T> {
         self.at
     }
 }
+
+/// How many elements `len` bytes at `at` are.
+fn elements<T: Plain>(at: CUdeviceptr, len: usize) -> Result<usize, ShapeError> {
+    if !at.is_multiple_of(16) {
+        let (what, needed) = ("address of elements", "a multiple of 16");
+        return Err(ShapeError::Dimension { what, needed, found: at as usize });
+    }
+    // Elements of no bytes fit no number of bytes.
+    let count = len.checked_div(size_of::<T>()).unwrap_or(0);
+    length("bytes of elements", count * size_of::<T>(), len)?;
+    Ok(count)
+}
+
+#[cfg(test)]
+mod tests;

@@ -52,6 +52,14 @@ pub enum CudaError {
         /// What there is in all.
         total: usize,
     },
+    /// A file descriptor that is no allocation of this GPU's memory, or one of another size than was said. Nothing was mapped.
+    #[error("the file descriptor holds no shared memory of {wanted} bytes on this GPU: {problem}")]
+    Foreign {
+        /// How many bytes it was said to hold.
+        wanted: usize,
+        /// What it is instead, as far as the driver tells.
+        problem: String,
+    },
     /// The device failed. Such errors stay: every later call fails too, and only a new process helps.
     #[error("{doing}: {code}")]
     Device {

@@ -7,6 +7,7 @@ mod attention;
 mod layers;
 mod products;
 mod sampling;
+mod shared;
 
 use std::fmt;
 
@@ -91,6 +92,7 @@ pub fn run(device: &Device, extent: Extent) -> Result<Vec<Row>, CudaError> {
     attention::check::<f16>(&mut bench, extent)?;
     products::check::<bf16>(&mut bench, extent)?;
     products::check::<f16>(&mut bench, extent)?;
+    shared::check(&mut bench, extent)?;
     bench.stream.synchronize()?;
     Ok(bench.rows)
 }
