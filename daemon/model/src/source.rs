@@ -1,18 +1,20 @@
 //! An opened model: what the worker loads and the gateway's template process reads its text part from.
 
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::config::ModelConfig;
 use crate::error::{Fault, ModelError};
 use crate::file::SourceFile;
 use crate::gguf::Gguf;
 use crate::hf::HfDirectory;
+use crate::synthetic::{Synthetic, SyntheticElements};
 use crate::template::ChatTemplate;
 use crate::tensor::{TensorInfo, TensorRole};
 use crate::tokenizer::Tokenizer;
 
-/// A model file or directory, opened and checked. Weights stay in the file until [`read`](Self::read).
+/// A model file or directory, opened and checked, or a synthetic model. Weights stay in the file, or are not made, until
+/// [`read`](Self::read).
 ///
 /// Having one tells you: the header is consistent, every tensor the configuration implies is there with its shape and a
 /// served type, none overlap, all lie inside the file. It does not tell you that the weights make sense, or that the file
@@ -26,11 +28,12 @@ pub struct ModelSource {
     digest: [u8; 16],
 }
 
-/// Where tokenizer and chat template come from.
+/// Where tokenizer and chat template come from, and the weights of a synthetic model.
 #[derive(Debug)]
 enum Text {
     Gguf(Gguf),
     Directory(HfDirectory),
+    Synthetic(Synthetic),
 }
 
 /// What a reader of one format hands over.
@@ -43,15 +46,17 @@ pub(crate) struct Parts {
 }
 
 impl ModelSource {
-    /// Opens a GGUF file, or a directory with `config.json` and safetensors. Told apart by content.
+    /// Opens a GGUF file, or a directory with `config.json` and safetensors: told apart by content. A path that begins with `synthetic:`
+    /// names no file, but the shape of a published model, whose weights are random; a wrong name is answered with those that are known.
     ///
     /// # Errors
     /// One line that names the file and the tensor or key. Memory used stays in proportion to the header, whatever sizes
     /// it states.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let metadata =
-            std::fs::metadata(path).map_err(|source| ModelError::Io { path: path.to_owned(), source })?;
-        let (text, parts) = if metadata.is_dir() {
+        let io = |source| ModelError::Io { path: path.to_owned(), source };
+        let (text, parts) = if let Some((synthetic, parts)) = Synthetic::open(path).transpose()? {
+            (Text::Synthetic(synthetic), parts)
+        } else if std::fs::metadata(path).map_err(io)?.is_dir() {
             let (directory, parts) = HfDirectory::open(path)?;
             (Text::Directory(directory), parts)
         } else {
@@ -60,7 +65,9 @@ impl ModelSource {
         };
         let Parts { files, config, mut tensors, header } = parts;
         tensors.sort_by_key(|t| (t.file, t.offset));
-        let digest = digest(&files, &tensors, header)?;
+        // Without files, the header says all.
+        let sampled = if files.is_empty() { &[][..] } else { &tensors };
+        let digest = digest(&files, sampled, header)?;
         Ok(Self { text, files, config, tensors, digest })
     }
 
@@ -97,21 +104,47 @@ impl ModelSource {
         rows: Range<usize>,
         dst: &mut [u8],
     ) -> Result<(), ModelError> {
-        let file = &self.files[tensor.file.min(self.files.len() - 1)];
         let row_bytes = tensor.row_bytes();
         let wanted = rows.end.checked_sub(rows.start).and_then(|n| n.checked_mul(row_bytes));
         if rows.end > tensor.rows || wanted != Some(dst.len()) {
             let problem =
                 format!("rows {rows:?} of {} do not fill a buffer of {} bytes", tensor.rows, dst.len());
-            return Err(Fault::unsupported(&tensor.name, problem).at(&file.path));
+            return Err(Fault::unsupported(&tensor.name, problem).at(&self.path_of(tensor)));
         }
+        let file = match &self.text {
+            Text::Synthetic(synthetic) => {
+                synthetic.fill(tensor, rows, dst);
+                return Ok(());
+            }
+            Text::Gguf(_) | Text::Directory(_) => &self.files[tensor.file.min(self.files.len() - 1)],
+        };
         let offset =
             (rows.start as u64).checked_mul(row_bytes as u64).and_then(|o| o.checked_add(tensor.offset));
         file.read_at(offset.unwrap_or(u64::MAX), dst, &tensor.name).map_err(|fault| fault.at(&file.path))
     }
 
+    /// Where a tensor comes from, for messages.
+    fn path_of(&self, tensor: &TensorInfo) -> PathBuf {
+        match &self.text {
+            Text::Synthetic(synthetic) => synthetic.path().into(),
+            Text::Gguf(_) | Text::Directory(_) => {
+                self.files[tensor.file.min(self.files.len() - 1)].path.clone()
+            }
+        }
+    }
+
+    /// What the elements of a tensor are where the model is synthetic: they can be made where they are needed instead of read. `None` for
+    /// the tensors of files.
+    pub fn synthetic(&self, tensor: &TensorInfo) -> Option<SyntheticElements> {
+        match &self.text {
+            Text::Synthetic(synthetic) => Some(synthetic.elements(tensor)),
+            Text::Gguf(_) | Text::Directory(_) => None,
+        }
+    }
+
     /// Tells models apart: BLAKE3, cut to 128 bits, of the whole header (metadata, tensor names, types, shapes, offsets),
-    /// the files' sizes, and the first and last 4 KiB of each tensor. Names and times of files do not enter.
+    /// the files' sizes, and the first and last 4 KiB of each tensor. Names and times of files do not enter. Of a synthetic model: its name
+    /// and the version of how weights are made.
     pub fn digest(&self) -> [u8; 16] {
         self.digest
     }
@@ -124,6 +157,7 @@ impl ModelSource {
         match &self.text {
             Text::Gguf(gguf) => gguf.tokenizer(&self.files[0], &self.config),
             Text::Directory(directory) => directory.tokenizer(&self.config),
+            Text::Synthetic(synthetic) => synthetic.tokenizer(),
         }
     }
 
@@ -135,6 +169,7 @@ impl ModelSource {
         match &self.text {
             Text::Gguf(gguf) => gguf.chat_template(&self.files[0]),
             Text::Directory(directory) => directory.chat_template(),
+            Text::Synthetic(synthetic) => synthetic.chat_template().map(Some),
         }
     }
 }

@@ -40,6 +40,15 @@ pub(super) enum Spelling {
 }
 
 impl Spelling {
+    /// How a byte is written by [`ByteLevel`](Self::ByteLevel).
+    pub(super) fn of_byte(byte: u8) -> char {
+        let mut others = (0..=u8::MAX).filter(|&b| !printable(b));
+        match others.position(|b| b == byte) {
+            Some(place) => char::from_u32(0x100 + place as u32).unwrap_or(char::REPLACEMENT_CHARACTER),
+            None => char::from(byte),
+        }
+    }
+
     pub(super) fn decode(self, text: &str) -> Vec<u8> {
         match self {
             // A character outside the table means that the token is written as itself.
@@ -63,9 +72,13 @@ pub(super) fn byte_token(text: &str) -> Option<u8> {
     (format!("{byte:02X}") == digits).then_some(byte)
 }
 
+/// Whether GPT-2's table has a byte stand for itself.
+fn printable(byte: u8) -> bool {
+    matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff)
+}
+
 /// GPT-2's table: bytes that are printable in Latin-1 stand for themselves, the other 68 for `U+0100` and on, in order.
 fn byte_of_char(c: char) -> Option<u8> {
-    let printable = |b: u8| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     match u32::from(c) {
         n @ 0..=0xff => Some(n as u8).filter(|&b| printable(b)),
         n => (0..=0xff).filter(|&b| !printable(b)).nth((n as usize).checked_sub(0x100)?),
@@ -83,6 +96,7 @@ mod tests {
             ByteLevel::alphabet().into_iter().map(|c| byte_of_char(c).expect("in the table")).collect();
         bytes.sort_unstable();
         assert_eq!(bytes, (0..=255).collect::<Vec<u8>>());
+        assert!((0..=u8::MAX).all(|byte| byte_of_char(Spelling::of_byte(byte)) == Some(byte)));
         assert_eq!(Spelling::ByteLevel.decode("Ġhello"), b" hello");
         assert_eq!(Spelling::ByteLevel.decode("a b"), b"a b", "a space is not in the table");
         assert_eq!(byte_of_char('\u{144}'), None);

@@ -9,6 +9,7 @@ mod build;
 mod bytes;
 mod gguf;
 mod json;
+mod synthetic;
 
 use std::fmt;
 
@@ -25,6 +26,7 @@ use bytes::ByteTable;
 
 pub(crate) use gguf::GgufVocabulary;
 pub(crate) use json::{TokenizerJson, control_texts};
+pub(crate) use synthetic::SyntheticVocabulary;
 
 /// A stretch of a prompt, by where it comes from.
 #[derive(Clone, PartialEq, Eq, Debug)]
