@@ -29,7 +29,7 @@ pub use buffer::{Buffer, Plain, View, ViewMut};
 pub use device::{Device, DeviceInfo};
 pub use elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, silu_mul};
 pub use error::CudaError;
-pub use gemm::{Algorithm, Gemm, GemmOutput, GemmShape};
+pub use gemm::{Algorithm, Algorithms, AlgorithmsError, Gemm, GemmOutput, GemmShape, Tuned, Tuning};
 pub use graph::Graph;
 pub use launch::Half;
 pub use norm::{AddNorm, add_rms_norm};

@@ -4,6 +4,9 @@
 //! depend on what was multiplied before. **Never** allocates behind a product: the workspace is one, of a fixed size.
 #![allow(unsafe_code)]
 
+mod stored;
+mod tune;
+
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
@@ -18,6 +21,10 @@ use super::launch::Half;
 use super::norm::dimension;
 use super::stream::Stream;
 use crate::error::{length, product};
+
+pub use stored::{Algorithms, AlgorithmsError};
+use stored::{Kept, Place};
+pub use tune::{Tuned, Tuning};
 
 /// Bytes that products may use beside their operands.
 const WORKSPACE: usize = 32 << 20;
@@ -64,15 +71,28 @@ pub struct Gemm {
     handle: Handle,
     workspace: Buffer<u8>,
     plans: HashMap<Key, Plan>,
+    place: Place,
 }
 
 /// Rows are rounded up to a power of two: what lies between two shares an algorithm.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Key {
     shape: GemmShape,
     bucket: usize,
-    element: u32,
-    output: u32,
+    types: Types,
+}
+
+/// Types of the elements of a product.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+struct Types {
+    inputs: sys::cudaDataType,
+    output: sys::cudaDataType,
+}
+
+impl Types {
+    fn of<T: Half, O: GemmOutput>() -> Self {
+        Self { inputs: T::CUDA_TYPE, output: O::CUDA_TYPE }
+    }
 }
 
 impl Gemm {
@@ -87,7 +107,11 @@ impl Gemm {
         }
         stream.device().bind()?;
         let handle = Handle(lt::create_handle().map_err(failed("opening cuBLASLt"))?);
-        Ok(Self { handle, workspace: Buffer::zeroed(stream, WORKSPACE)?, plans: HashMap::new() })
+        let info = stream.device().info();
+        // SAFETY: the library is there, as was asked above; it gives a number.
+        let library = unsafe { sys::cublasLtGetVersion() } as u64;
+        let place = Place { library, gpu: info.name.clone(), multiprocessors: info.multiprocessors };
+        Ok(Self { handle, workspace: Buffer::zeroed(stream, WORKSPACE)?, plans: HashMap::new(), place })
     }
 
     /// Queues `out[rows][outputs] = x[rows][inputs] · weights[outputs][inputs]ᵀ`, added up in single precision, rounded once.
@@ -157,7 +181,7 @@ impl Gemm {
         most: usize,
     ) -> Result<Vec<Algorithm>, CudaError> {
         check(shape)?;
-        let plan = Plan::new::<T, O>(shape, bucket(rows))?;
+        let plan = Plan::new(Types::of::<T, O>(), shape, bucket(rows))?;
         let found = plan.proposals(&self.handle, most)?;
         Ok(found.into_iter().map(|algorithm| Algorithm(algorithm.data)).collect())
     }
@@ -172,11 +196,42 @@ impl Gemm {
         rows: usize,
         algorithm: Algorithm,
     ) -> Result<(), CudaError> {
-        check(shape)?;
-        let mut plan = Plan::new::<T, O>(shape, bucket(rows))?;
-        plan.algorithm.data = algorithm.0;
-        self.plans.insert(key::<T, O>(shape, rows), plan);
+        let key = key::<T, O>(shape, rows);
+        self.plans.insert(key, Plan::with(key, algorithm)?);
         Ok(())
+    }
+
+    /// All algorithms that are kept: those chosen without being asked for, too.
+    #[must_use]
+    pub fn algorithms(&self) -> Algorithms {
+        let kept = |(&key, plan): (&Key, &Plan)| Kept { key, algorithm: Algorithm(plan.algorithm.data) };
+        Algorithms::new(self.place.clone(), self.plans.iter().map(kept).collect())
+    }
+
+    /// Keeps what another value of this type kept, so that products have the same bits; says how many.
+    ///
+    /// # Errors
+    /// They are for another library or GPU, or the library takes one of them no more, or the device failed. Nothing has been kept.
+    pub fn restore(&mut self, algorithms: &Algorithms) -> Result<usize, AlgorithmsError> {
+        if *algorithms.place() != self.place {
+            let [theirs, ours] = [algorithms.place(), &self.place].map(ToString::to_string);
+            return Err(AlgorithmsError::Elsewhere { theirs, ours });
+        }
+        let plan = |kept: &Kept| -> Result<(Key, Plan), AlgorithmsError> {
+            let plan = Plan::with(kept.key, kept.algorithm)?;
+            let GemmShape { inputs, outputs } = kept.key.shape;
+            plan.taken_by(&self.handle).map_err(|code| AlgorithmsError::Refused {
+                rows: kept.key.bucket,
+                inputs,
+                outputs,
+                code,
+            })?;
+            Ok((kept.key, plan))
+        };
+        let plans = algorithms.kept().iter().map(plan).collect::<Result<Vec<_>, _>>()?;
+        let count = plans.len();
+        self.plans.extend(plans);
+        Ok(count)
     }
 
     fn plan<T: Half, O: GemmOutput>(
@@ -187,7 +242,7 @@ impl Gemm {
         match self.plans.entry(key::<T, O>(shape, rows)) {
             Entry::Occupied(entry) => Ok(entry.into_mut()),
             Entry::Vacant(entry) => {
-                let mut plan = Plan::new::<T, O>(shape, bucket(rows))?;
+                let mut plan = Plan::new(Types::of::<T, O>(), shape, bucket(rows))?;
                 plan.algorithm = plan.proposals(&self.handle, 1)?[0];
                 Ok(entry.insert(plan))
             }
@@ -206,7 +261,7 @@ fn bucket(rows: usize) -> usize {
 }
 
 fn key<T: Half, O: GemmOutput>(shape: GemmShape, rows: usize) -> Key {
-    Key { shape, bucket: bucket(rows), element: T::CUDA_TYPE as u32, output: O::CUDA_TYPE as u32 }
+    Key { shape, bucket: bucket(rows), types: Types::of::<T, O>() }
 }
 
 fn check(shape: GemmShape) -> Result<(), CudaError> {
@@ -234,16 +289,46 @@ struct Plan {
 
 impl Plan {
     /// A plan for `rows` rows, without an algorithm yet.
-    fn new<T: Half, O: GemmOutput>(shape: GemmShape, rows: usize) -> Result<Self, CudaError> {
+    fn new(types: Types, shape: GemmShape, rows: usize) -> Result<Self, CudaError> {
         let GemmShape { inputs, outputs } = shape;
         Ok(Self {
             operation: Operation::transposed_times_plain()?,
-            weights: Layout::new(T::CUDA_TYPE, inputs, outputs)?,
-            x: Layout::new(T::CUDA_TYPE, inputs, rows)?,
-            out: Layout::new(O::CUDA_TYPE, outputs, rows)?,
+            weights: Layout::new(types.inputs, inputs, outputs)?,
+            x: Layout::new(types.inputs, inputs, rows)?,
+            out: Layout::new(types.output, outputs, rows)?,
             rows,
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
         })
+    }
+
+    fn with(key: Key, algorithm: Algorithm) -> Result<Self, CudaError> {
+        check(key.shape)?;
+        let mut plan = Self::new(key.types, key.shape, key.bucket)?;
+        plan.algorithm.data = algorithm.0;
+        Ok(plan)
+    }
+
+    /// Whether the library would run the plan's algorithm in the workspace that products have; why not.
+    fn taken_by(&self, handle: &Handle) -> Result<(), String> {
+        let mut found = NO_PROPOSAL;
+        // SAFETY: all handles are alive: each is owned by a value here. The algorithm is read, one result is written.
+        let answer = unsafe {
+            sys::cublasLtMatmulAlgoCheck(
+                handle.0,
+                self.operation.0,
+                self.weights.0,
+                self.x.0,
+                self.out.0,
+                self.out.0,
+                &raw const self.algorithm,
+                &raw mut found,
+            )
+        };
+        answer.result().map_err(|error| format!("{:?}", error.0))?;
+        match found.workspaceSize {
+            0..=WORKSPACE => Ok(()),
+            bytes => Err(format!("it works in {bytes} bytes")),
+        }
     }
 
     fn set_rows(&mut self, rows: usize) -> Result<(), CudaError> {

@@ -1,12 +1,9 @@
 //! Dense products.
 
 use super::{Bench, Extent, Found, halves, worst};
-use crate::cuda::{CudaError, Gemm, GemmShape, Half};
+use crate::cuda::{Algorithms, AlgorithmsError, CudaError, Gemm, GemmOutput, GemmShape, Half, Tuning};
 
-pub(super) fn check<T: Half + crate::cuda::GemmOutput>(
-    bench: &mut Bench,
-    extent: Extent,
-) -> Result<(), CudaError> {
+pub(super) fn check<T: Half + GemmOutput>(bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
     let mut gemm = Gemm::new(&bench.stream)?;
     if extent == Extent::Minimal {
         return product::<T>(bench, &mut gemm, GemmShape { inputs: 576, outputs: 64 }, 3);
@@ -16,10 +13,56 @@ pub(super) fn check<T: Half + crate::cuda::GemmOutput>(
             product::<T>(bench, &mut gemm, GemmShape { inputs, outputs }, rows)?;
         }
     }
+    for rows in [1, 64] {
+        tuned::<T>(bench, &mut gemm, GemmShape { inputs: 4096, outputs: 512 }, rows)?;
+    }
     Ok(())
 }
 
-fn product<T: Half + crate::cuda::GemmOutput>(
+/// A tuned product is right, and has the same bits where its algorithm was stored and restored.
+fn tuned<T: Half + GemmOutput>(
+    bench: &mut Bench,
+    gemm: &mut Gemm,
+    shape: GemmShape,
+    rows: usize,
+) -> Result<(), CudaError> {
+    let GemmShape { inputs, outputs } = shape;
+    let x = bench.copy(&halves::<T>(21, rows * inputs))?;
+    let weights = [22, 23].map(|seed| bench.copy(&halves::<T>(seed, outputs * inputs)));
+    let [first, second] = weights;
+    let weights = [first?, second?];
+    let views = weights.each_ref().map(|matrix| matrix.all());
+    let mut out = bench.poisoned::<T>(rows * outputs)?;
+    let with = Tuning { x: x.all(), weights: &views, out: out.all_mut(), most: 8 };
+    let found = gemm.tune(&bench.stream, shape, with)?;
+    product::<T>(bench, gemm, shape, rows)?;
+
+    let mut restored = Gemm::new(&bench.stream)?;
+    let taken =
+        Algorithms::from_bytes(&gemm.algorithms().to_bytes()).and_then(|list| restored.restore(&list));
+    let missing = match taken {
+        Ok(count) => gemm.algorithms().len() - count,
+        Err(AlgorithmsError::Cuda(error)) => return Err(error),
+        Err(_) => 1,
+    };
+    let case = format!("{} {rows}x{inputs}x{outputs}, proposal {}", T::NAME, found.place);
+    bench.report(
+        "gemm restored",
+        case.clone(),
+        Found::Different { count: missing, of: gemm.algorithms().len() },
+    );
+    let mut bits = Vec::new();
+    for gemm in [gemm, &mut restored] {
+        out.all_mut().fill_bytes(&bench.stream, 0xff)?;
+        gemm.multiply(&bench.stream, shape, x.all(), views[0], &mut out.all_mut())?;
+        bits.push(out.all().to_vec(&bench.stream)?.into_iter().map(T::to_bits).collect::<Vec<u16>>());
+    }
+    let count = bits[0].iter().zip(&bits[1]).filter(|(one, other)| one != other).count();
+    bench.report("gemm restored", format!("{case}, bits"), Found::Different { count, of: bits[0].len() });
+    Ok(())
+}
+
+fn product<T: Half + GemmOutput>(
     bench: &mut Bench,
     gemm: &mut Gemm,
     shape: GemmShape,
