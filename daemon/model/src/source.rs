@@ -53,21 +53,15 @@ impl ModelSource {
     /// One line that names the file and the tensor or key. Memory used stays in proportion to the header, whatever sizes
     /// it states.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let (text, parts) = match Synthetic::open(path) {
-            Some(opened) => {
-                let (synthetic, parts) = opened?;
-                (Text::Synthetic(synthetic), parts)
-            }
-            None => {
-                let io = |source| ModelError::Io { path: path.to_owned(), source };
-                if std::fs::metadata(path).map_err(io)?.is_dir() {
-                    let (directory, parts) = HfDirectory::open(path)?;
-                    (Text::Directory(directory), parts)
-                } else {
-                    let (gguf, parts) = Gguf::open(path)?;
-                    (Text::Gguf(gguf), parts)
-                }
-            }
+        let io = |source| ModelError::Io { path: path.to_owned(), source };
+        let (text, parts) = if let Some((synthetic, parts)) = Synthetic::open(path).transpose()? {
+            (Text::Synthetic(synthetic), parts)
+        } else if std::fs::metadata(path).map_err(io)?.is_dir() {
+            let (directory, parts) = HfDirectory::open(path)?;
+            (Text::Directory(directory), parts)
+        } else {
+            let (gguf, parts) = Gguf::open(path)?;
+            (Text::Gguf(gguf), parts)
         };
         let Parts { files, config, mut tensors, header } = parts;
         tensors.sort_by_key(|t| (t.file, t.offset));

@@ -93,14 +93,15 @@ impl SharedBuffer {
         self.allocation.device.bind()?;
         let mut fd: RawFd = -1;
         // SAFETY: the allocation is alive, was made to be exported as a descriptor, and one integer is written.
-        let exported = unsafe {
-            sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.allocation.handle, FD, 0)
-        };
+        let exported =
+            unsafe { sys::cuMemExportToShareableHandle((&raw mut fd).cast(), self.allocation.handle, FD, 0) };
         exported.result().map_err(during("exporting shared memory"))?;
         // SAFETY: the driver opened the descriptor for the caller, and says so by its success.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
-            .map_err(|error| CudaError::Device { doing: "exporting shared memory", code: error.to_string() })?;
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|error| CudaError::Device {
+            doing: "exporting shared memory",
+            code: error.to_string(),
+        })?;
         Ok(fd)
     }
 

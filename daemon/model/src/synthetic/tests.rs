@@ -32,7 +32,9 @@ fn models_have_the_numbers_of_parameters_that_were_published() {
         let source = open(name);
         let count: u64 = source.tensors().map(|t| t.rows as u64 * t.columns as u64).sum();
         assert_eq!(count, parameters, "{name}");
-        assert!(source.tensors().all(|t| t.ty == TensorType::BF16 && t.bytes == 2 * (t.rows * t.columns) as u64));
+        assert!(
+            source.tensors().all(|t| t.ty == TensorType::BF16 && t.bytes == 2 * (t.rows * t.columns) as u64)
+        );
     }
     assert_eq!(SHAPES.len(), 5, "a new shape needs its number");
 }
@@ -106,7 +108,10 @@ fn no_two_tensors_or_models_have_the_same_numbers() {
 fn norms_are_one_and_everything_else_is_normal() {
     let source = open("qwen2.5-7b");
     for role in [TensorRole::OutputNorm, TensorRole::Layer(9, LayerTensor::FfnNorm)] {
-        assert!(values(&rows(&source, role, 0..1)).iter().all(|&v| v.to_bits() == 1.0_f64.to_bits()), "{role}");
+        assert!(
+            values(&rows(&source, role, 0..1)).iter().all(|&v| v.to_bits() == 1.0_f64.to_bits()),
+            "{role}"
+        );
         assert_eq!(source.synthetic(source.tensor(role).unwrap()), Some(SyntheticElements::Ones));
     }
     for (role, count) in [
@@ -152,7 +157,8 @@ fn any_text_is_its_bytes_and_comes_back() {
         let source = open(name);
         let tokenizer = source.tokenizer().unwrap();
         assert_eq!(tokenizer.vocab_size() as usize, source.config().vocab);
-        let every: String = (0..0x3000).filter_map(char::from_u32).chain(['\u{1f642}', '\u{10ffff}']).collect();
+        let every: String =
+            (0..0x3000).filter_map(char::from_u32).chain(['\u{1f642}', '\u{10ffff}']).collect();
         for text in ["", " ", "hello there  123\r\n", "ünïcödé 🙂", "<|im_end|> w300", &every] {
             for ids in [tokenizer.encode(text), tokenizer.encode_prompt(text)] {
                 let bytes: Vec<u8> = ids.iter().flat_map(|&id| tokenizer.token_bytes(id)).copied().collect();

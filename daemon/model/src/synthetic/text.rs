@@ -17,6 +17,7 @@ impl Synthetic {
         let controls = SyntheticVocabulary::CONTROLS.map(str::to_owned).to_vec();
         let eos = Some(SyntheticVocabulary::EOS.to_owned());
         let tokens = TemplateTokens { controls, bos: None, eos };
-        ChatTemplate::compile(TEMPLATE, tokens, "chat template").map_err(|fault| fault.at(self.path().as_ref()))
+        ChatTemplate::compile(TEMPLATE, tokens, "chat template")
+            .map_err(|fault| fault.at(self.path().as_ref()))
     }
 }

@@ -13,4 +13,5 @@ mod reference;
 mod replay;
 mod selfcheck;
 mod speculation;
+mod synthetic;
 mod types;

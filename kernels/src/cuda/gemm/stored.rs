@@ -168,7 +168,8 @@ impl Algorithms {
         if count.checked_mul(ENTRY) != Some(rest.0.len()) {
             return Err(damaged("they hold another number of entries than they say"));
         }
-        let entry = |_| rest.entry().ok_or_else(|| damaged("an entry has sizes or types that products do not"));
+        let entry =
+            |_| rest.entry().ok_or_else(|| damaged("an entry has sizes or types that products do not"));
         let kept = (0..count).map(entry).collect::<Result<Vec<_>, _>>()?;
         Ok(Self::new(Place { library, gpu, multiprocessors }, kept))
     }
@@ -221,9 +222,9 @@ fn data_type(number: u32) -> Option<cudaDataType> {
 
 /// FNV-1a of 64 bits: any single byte that changes shows.
 fn checksum(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, &byte| {
-        (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |sum, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
 #[cfg(test)]

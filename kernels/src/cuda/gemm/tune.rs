@@ -61,7 +61,8 @@ impl Gemm {
         if rows == 0 || with.weights.is_empty() {
             return Err(dimension("rows and matrices to tune with", "one at least", 0));
         }
-        let before = self.plans.get(&super::key::<T, O>(shape, rows)).map(|plan| Algorithm(plan.algorithm.data));
+        let before =
+            self.plans.get(&super::key::<T, O>(shape, rows)).map(|plan| Algorithm(plan.algorithm.data));
         let proposals = self.proposals::<T, O>(shape, rows, with.most)?;
         let tried = self.try_all(stream, shape, rows, &proposals, &mut with);
         let tuned = tried.and_then(|times| {
@@ -89,7 +90,7 @@ impl Gemm {
         proposals: &[Algorithm],
         with: &mut Tuning<'_, T, O>,
     ) -> Result<Vec<f64>, CudaError> {
-        let mut launches = None;
+        let mut launches = 0;
         let mut times = Vec::with_capacity(proposals.len());
         for &algorithm in proposals {
             self.keep::<T, O>(shape, rows, algorithm)?;
@@ -103,14 +104,10 @@ impl Gemm {
                 times.push(f64::INFINITY);
                 continue;
             }
-            let launches = match launches {
-                Some(launches) => launches,
-                None => {
-                    let one = self.time(stream, shape, 2, with)?;
-                    let counted = ((MEASURED_US / one) as usize).clamp(2, 64);
-                    *launches.insert(counted)
-                }
-            };
+            if launches == 0 {
+                let one = self.time(stream, shape, 2, with)?;
+                launches = ((MEASURED_US / one) as usize).clamp(2, 64);
+            }
             times.push(self.time(stream, shape, launches, with)?);
         }
         Ok(times)

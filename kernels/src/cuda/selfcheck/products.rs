@@ -3,10 +3,7 @@
 use super::{Bench, Extent, Found, halves, worst};
 use crate::cuda::{Algorithms, AlgorithmsError, CudaError, Gemm, GemmOutput, GemmShape, Half, Tuning};
 
-pub(super) fn check<T: Half + GemmOutput>(
-    bench: &mut Bench,
-    extent: Extent,
-) -> Result<(), CudaError> {
+pub(super) fn check<T: Half + GemmOutput>(bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
     let mut gemm = Gemm::new(&bench.stream)?;
     if extent == Extent::Minimal {
         return product::<T>(bench, &mut gemm, GemmShape { inputs: 576, outputs: 64 }, 3);
@@ -41,14 +38,19 @@ fn tuned<T: Half + GemmOutput>(
     product::<T>(bench, gemm, shape, rows)?;
 
     let mut restored = Gemm::new(&bench.stream)?;
-    let taken = Algorithms::from_bytes(&gemm.algorithms().to_bytes()).and_then(|list| restored.restore(&list));
+    let taken =
+        Algorithms::from_bytes(&gemm.algorithms().to_bytes()).and_then(|list| restored.restore(&list));
     let missing = match taken {
         Ok(count) => gemm.algorithms().len() - count,
         Err(AlgorithmsError::Cuda(error)) => return Err(error),
         Err(_) => 1,
     };
     let case = format!("{} {rows}x{inputs}x{outputs}, proposal {}", T::NAME, found.place);
-    bench.report("gemm restored", case.clone(), Found::Different { count: missing, of: gemm.algorithms().len() });
+    bench.report(
+        "gemm restored",
+        case.clone(),
+        Found::Different { count: missing, of: gemm.algorithms().len() },
+    );
     let mut bits = Vec::new();
     for gemm in [gemm, &mut restored] {
         out.all_mut().fill_bytes(&bench.stream, 0xff)?;

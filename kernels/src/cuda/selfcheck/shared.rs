@@ -47,12 +47,7 @@ pub(super) fn check(bench: &mut Bench, extent: Extent) -> Result<(), CudaError> 
     compare(bench, "after refusals", fifth.all(), want.all())
 }
 
-fn compare(
-    bench: &mut Bench,
-    case: &str,
-    got: View<'_, u8>,
-    want: View<'_, bf16>,
-) -> Result<(), CudaError> {
+fn compare(bench: &mut Bench, case: &str, got: View<'_, u8>, want: View<'_, bf16>) -> Result<(), CudaError> {
     let bits = |stream: &Stream, view: View<'_, bf16>| -> Result<Vec<u16>, CudaError> {
         Ok(view.to_vec(stream)?.into_iter().map(bf16::to_bits).collect())
     };

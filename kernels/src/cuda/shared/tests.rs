@@ -3,7 +3,8 @@ use super::*;
 #[test]
 fn sizes_are_rounded_up_to_whole_granules_and_never_to_none() {
     let granule = 2 << 20;
-    let cases = [(0, granule), (1, granule), (granule, granule), (granule + 1, 2 * granule), (70 << 20, 70 << 20)];
+    let cases =
+        [(0, granule), (1, granule), (granule, granule), (granule + 1, 2 * granule), (70 << 20, 70 << 20)];
     for (bytes, size) in cases {
         assert_eq!(rounded(bytes, granule), Ok(size), "{bytes} bytes");
     }

@@ -67,7 +67,8 @@ fn sizes_and_types_that_no_product_has_are_told_also_with_a_right_checksum() {
     assert!(Algorithms::from_bytes(&with_checksum(fewer)).is_err(), "an entry less than was said");
     let mut newer = body.to_vec();
     newer[8] += 1;
-    let text = Algorithms::from_bytes(&with_checksum(newer)).map(drop).expect_err("another version").to_string();
+    let text =
+        Algorithms::from_bytes(&with_checksum(newer)).map(drop).expect_err("another version").to_string();
     assert_eq!(text, "the kept algorithms are damaged: they are of another version");
 }
 
