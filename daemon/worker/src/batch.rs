@@ -217,6 +217,21 @@ pub struct Batch {
     pub rows: Vec<BatchRow>,
     /// Rows that cannot be computed: an input is a token whose own row failed.
     pub failed: Vec<Row>,
+    /// Tokens that are not known yet, 0 in [`Batch::tokens`], in order.
+    pub unknown: Vec<Unknown>,
+}
+
+/// A token that a plan draws which is not done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Unknown {
+    /// Index in [`Batch::tokens`].
+    pub token: usize,
+    /// Which plan draws it.
+    pub plan: u64,
+    /// For whom.
+    pub seq: u64,
+    /// Which of the draws of that plan.
+    pub draw: u32,
 }
 
 /// Checks a plan and lays it out.
@@ -407,6 +422,11 @@ fn lay_out(
                 let draw = if of_plan < plan { sequences.drawn(of_plan, of) } else { None };
                 match draw {
                     Some(Draw::Token(token)) => token,
+                    Some(Draw::Pending(draw)) => {
+                        let token = batch.tokens.len();
+                        batch.unknown.push(Unknown { token, plan: of_plan, seq: of, draw });
+                        0
+                    }
                     Some(Draw::Failed) => {
                         computable = false;
                         continue;
@@ -431,6 +451,7 @@ fn lay_out(
         });
     } else {
         batch.tokens.truncate(first);
+        batch.unknown.retain(|unknown| unknown.token < first);
         batch.failed.push(row.clone());
     }
     Ok(())

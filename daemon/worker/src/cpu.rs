@@ -17,7 +17,7 @@ use crate::forward::Decoder;
 use crate::load::{self, LoadError};
 use crate::memory::{self, KvRequest};
 use crate::numa;
-use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, RunError, info, limits, pending};
+use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, Pendings, RunError, info, limits};
 use crate::sample::sample;
 use crate::sequence::Sequences;
 use crate::weights::Places;
@@ -33,6 +33,8 @@ pub struct CpuModel {
     /// The real one, while steps are measured on another.
     aside: Option<Arena>,
     layout: KvLayout,
+    /// By the last step.
+    drawn: Vec<Result<Sampled, String>>,
 }
 
 /// Loads what `hello` names; see [`ModelRunner::load`](crate::ModelRunner::load).
@@ -83,23 +85,25 @@ pub fn load(hello: &Hello, fds: Fds, progress: &mut dyn FnMut(u32) -> bool) -> R
     let draws = (limits.max_num_seqs + MOST_DRAFTS as usize).min(tokens);
     let decoder =
         Decoder::new(config, places, weights, isa, threads, tokens, draws).map_err(LoadError::Threads)?;
-    Ok(Loaded { model: Box::new(CpuModel { decoder, kv, aside: None, layout }), info })
+    Ok(Loaded { model: Box::new(CpuModel { decoder, kv, aside: None, layout, drawn: Vec::new() }), info })
 }
 
 impl Compute for CpuModel {
-    fn step(
+    fn submit(
         &mut self,
         copies: &[BlockCopy],
         batch: &Batch,
+        pending: &Pendings,
         sequences: &Sequences,
         limits: &Limits,
-    ) -> Result<Vec<Result<Sampled, String>>, RunError> {
+    ) -> Result<bool, RunError> {
         for copy in copies {
             let (from, to) = (BlockId(copy.from), BlockId(copy.to));
             copy_block(&self.layout, from, to, copy.tokens as usize, self.kv.data_mut())?;
         }
+        self.drawn.clear();
         if batch.rows.is_empty() {
-            return Ok(Vec::new());
+            return Ok(true);
         }
         let rows: Vec<KvRow<'_>> = batch
             .rows
@@ -111,9 +115,14 @@ impl Compute for CpuModel {
             })
             .collect();
         let mapping = SlotMapping::new(&self.layout, limits.capacity, &rows)?;
-        let (wanted, pending) = pending(batch, sequences);
-        self.decoder.forward(&batch.tokens, &batch.positions, &mapping, &wanted, self.kv.data_mut())?;
-        Ok(self.draw(&pending, sequences))
+        let (tokens, positions) = (&batch.tokens, &batch.positions);
+        self.decoder.forward(tokens, positions, &mapping, &pending.wanted, self.kv.data_mut())?;
+        self.drawn = self.draw(&pending.draws, sequences);
+        Ok(true)
+    }
+
+    fn collect(&mut self, _: &Pendings) -> Result<Vec<Result<Sampled, String>>, RunError> {
+        Ok(std::mem::take(&mut self.drawn))
     }
 
     fn arena(&self, which: WhichArena) -> Result<ArenaFd, RunError> {
@@ -155,7 +164,7 @@ impl CpuModel {
         let logits: Vec<&[f32]> = self.decoder.logits(rows).collect();
         let mut drawn: Vec<Option<Result<Sampled, String>>> = vec![None; pending.len()];
         self.decoder.pool().for_parts(&mut drawn, 1, &|index, drawn| {
-            let Pending { of, row, logits: place } = &pending[index];
+            let Pending { of, row, logits: place, .. } = &pending[index];
             let past = sequences.past(*row, of.position as usize);
             drawn[0] = Some(sample(logits[*place], of, past));
         });

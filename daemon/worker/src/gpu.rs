@@ -6,6 +6,7 @@
 mod arena;
 mod load;
 
+use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
@@ -13,7 +14,7 @@ use half::bf16;
 use pagedd_core::{BlockId, TokenId};
 use pagedd_kernels::cuda::{
     CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Device,
-    DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, TokenSource,
+    DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, Ticket, TokenSource,
 };
 use pagedd_kernels::sample::Adjustment;
 use pagedd_kernels::{KvRow, Pairing};
@@ -24,8 +25,8 @@ use crate::arena::{HEADER_BYTES, Header, Kind};
 use crate::batch::{self, Batch, Limits};
 use crate::load::LoadError;
 use crate::memory::KvRequest;
-use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, RunError, info, pending};
-use crate::sample::Past;
+use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, Pendings, RunError, info};
+use crate::sample::{Past, Request};
 use crate::sequence::Sequences;
 
 /// Elements of weights, activations and KV.
@@ -48,6 +49,15 @@ pub struct GpuModel {
     kv_reused: bool,
     blocks: u32,
     layout: Layout,
+    /// Steps that are not collected, oldest first.
+    out: VecDeque<Out>,
+}
+
+/// A step on its way.
+#[derive(Debug)]
+enum Out {
+    Drawing(Ticket),
+    Drawn(Vec<Result<Sampled, String>>),
 }
 
 /// A batch as the device takes it, kept for its memory.
@@ -59,6 +69,8 @@ struct Layout {
     /// Of each token of the batch, its place on the device.
     places: Vec<u32>,
     wanted: Vec<u32>,
+    /// Of each token of the batch that is wanted, its row of logits.
+    logits: Vec<u32>,
     copies: Vec<(BlockId, BlockId, usize)>,
 }
 
@@ -121,7 +133,7 @@ pub fn load(
     let draws = most.draws;
     let decoder = Decoder::new(&stream, shape, layout, memory, most)?;
     decoder.synchronize()?;
-    let model = GpuModel { decoder, draws, kv_reused, blocks, layout: Layout::default() };
+    let model = GpuModel { decoder, draws, kv_reused, blocks, layout: Layout::default(), out: VecDeque::new() };
     Ok(Loaded { model: Box::new(model), info })
 }
 
@@ -261,16 +273,16 @@ fn kv_identity(weights: &[u8; 32], layout: &DeviceKvLayout, device: &Device) -> 
 }
 
 impl Compute for GpuModel {
-    fn step(
+    fn submit(
         &mut self,
         copies: &[BlockCopy],
         batch: &Batch,
+        pending: &Pendings,
         sequences: &Sequences,
         _: &Limits,
-    ) -> Result<Vec<Result<Sampled, String>>, RunError> {
-        let (wanted, pending) = pending(batch, sequences);
-        self.layout.set(copies, batch, &wanted);
-        let Layout { order, tokens, places, wanted: on_device, copies } = &self.layout;
+    ) -> Result<bool, RunError> {
+        self.layout.set(copies, batch, &pending.wanted);
+        let Layout { order, tokens, wanted, copies, logits, .. } = &self.layout;
         let rows: Vec<KvRow<'_>> = order
             .iter()
             .map(|&row| {
@@ -279,18 +291,52 @@ impl Compute for GpuModel {
                 KvRow { first_position: row.start, tokens: row.tokens.len() as u32, table }
             })
             .collect();
-        self.decoder.forward(&DecoderStep { copies, rows: &rows, tokens, wanted: on_device })?;
-        // Rows of logits are in the order of the device.
-        let logits: Vec<u32> = wanted
+        self.decoder.forward(&DecoderStep { copies, rows: &rows, tokens, wanted })?;
+        let adjustments: Vec<Vec<Adjustment>> = pending
+            .draws
             .iter()
-            .map(|&token| on_device.partition_point(|&place| place < places[token]) as u32)
+            .map(|draw| {
+                if draw.of.params.penalties.is_none() {
+                    Vec::new()
+                } else {
+                    adjustments(sequences.past(draw.row, draw.of.position as usize))
+                }
+            })
             .collect();
-        let drawn = self.draw(&pending, &logits, sequences)?;
-        if pending.is_empty() {
-            // Nobody waited for the step yet, and an error of it is to be this plan's.
-            self.decoder.synchronize()?;
+        let mut first = 0;
+        // Draws that cannot be made together, because they adjust one row of logits differently or are too many, are made one lot after the other.
+        loop {
+            let count = lot(&pending.draws[first..], &adjustments[first..], self.draws);
+            let lot = first..first + count;
+            let rows: Vec<SampleRow<'_>> = pending.draws[lot.clone()]
+                .iter()
+                .zip(&adjustments[lot.clone()])
+                .map(|(draw, adjustments)| sample_row(draw, logits[draw.logits], adjustments))
+                .collect();
+            let ticket = self.decoder.draw(&rows)?;
+            if lot.end == pending.draws.len() && first == 0 {
+                self.out.push_back(Out::Drawing(ticket));
+                return Ok(false);
+            }
+            // Only the draws of a single lot can stay on the device.
+            let drawn = self.sampled(&pending.draws[lot.clone()], ticket)?;
+            match self.out.back_mut() {
+                Some(Out::Drawn(before)) if first > 0 => before.extend(drawn),
+                Some(_) | None => self.out.push_back(Out::Drawn(drawn)),
+            }
+            if lot.end == pending.draws.len() {
+                return Ok(true);
+            }
+            first = lot.end;
         }
-        Ok(drawn)
+    }
+
+    fn collect(&mut self, pending: &Pendings) -> Result<Vec<Result<Sampled, String>>, RunError> {
+        match self.out.pop_front() {
+            Some(Out::Drawing(ticket)) => Ok(self.sampled(&pending.draws, ticket)?),
+            Some(Out::Drawn(drawn)) => Ok(drawn),
+            None => Err(RunError::NothingOut),
+        }
     }
 
     fn arena(&self, which: WhichArena) -> Result<ArenaFd, RunError> {
@@ -330,58 +376,43 @@ impl Layout {
                 self.tokens.push(TokenSource::Known(batch.tokens[token]));
             }
         }
+        for unknown in &batch.unknown {
+            self.tokens[self.places[unknown.token] as usize] = TokenSource::Drawn(unknown.draw);
+        }
         self.wanted.clear();
         self.wanted.extend(wanted.iter().map(|&token| self.places[token]));
         self.wanted.sort_unstable();
+        self.logits.clear();
+        let row = |&token: &usize| self.wanted.partition_point(|&place| place < self.places[token]) as u32;
+        self.logits.extend(wanted.iter().map(row));
     }
 }
 
 impl GpuModel {
-    /// Draws everything. Draws that cannot be made together, because they adjust one row of logits differently or because there are too many,
-    /// are made one lot after the other.
-    fn draw(
-        &mut self,
+    /// Waits for draws.
+    fn sampled(
+        &self,
         pending: &[Pending],
-        logits: &[u32],
-        sequences: &Sequences,
+        ticket: Ticket,
     ) -> Result<Vec<Result<Sampled, String>>, CudaError> {
-        let mut results = Vec::with_capacity(pending.len());
-        let adjustments: Vec<Vec<Adjustment>> = pending
-            .iter()
-            .map(|draw| {
-                if draw.of.params.penalties.is_none() {
-                    Vec::new()
-                } else {
-                    adjustments(sequences.past(draw.row, draw.of.position as usize))
-                }
-            })
-            .collect();
-        let mut first = 0;
-        while first < pending.len() {
-            let count = lot(&pending[first..], &adjustments[first..], self.draws);
-            let lot = first..first + count;
-            let rows: Vec<SampleRow<'_>> = pending[lot.clone()]
-                .iter()
-                .zip(&adjustments[lot.clone()])
-                .map(|(draw, adjustments)| SampleRow {
-                    logits_row: logits[draw.logits],
-                    params: draw.of.params,
-                    min_p: 0.0,
-                    choice: draw.of.choice,
-                    position: draw.of.position,
-                    adjustments,
-                })
-                .collect();
-            self.decoder.draw(&rows)?;
-            let draws = self.decoder.draws()?;
-            results.extend(pending[lot].iter().enumerate().map(|(index, draw)| {
+        let draws = self.decoder.draws(ticket)?;
+        let each = pending.iter().zip(draws.drawn).enumerate();
+        Ok(each
+            .map(|(index, (draw, drawn))| {
                 let ranked = draws.ranked.get(index * draws.stride..).unwrap_or_default();
-                sampled(draw, draws.drawn[index], draws.logprobs.get(index).copied(), ranked)
-            }));
-            first += count;
-        }
-        Ok(results)
+                sampled(draw, *drawn, draws.logprobs.get(index).copied(), ranked)
+            })
+            .collect())
     }
+}
+
+/// A draw as the device takes it.
+fn sample_row<'a>(draw: &Pending, logits_row: u32, adjustments: &'a [Adjustment]) -> SampleRow<'a> {
+    let mut params = draw.of.params;
+    // No edge lets more through.
+    params.logprobs = params.logprobs.map(|count| count.min(RANKS as u8));
+    let Request { choice, position, .. } = draw.of;
+    SampleRow { logits_row, params, min_p: 0.0, choice, position, adjustments }
 }
 
 /// How many of the first draws can be made together: at most `most`, and of those that name one row of logits a single one where it is adjusted.

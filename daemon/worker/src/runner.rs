@@ -3,6 +3,7 @@
 //! **Owns** what is known of sequences, and the order begin, copies, rows, sampling, end, the same on every device. **Never** talks to the
 //! daemon: [`crate::serve`] does, and tests run plans in-process.
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,7 +13,7 @@ use pagedd_core::StepCost;
 use pagedd_kernels::KvError;
 use pagedd_model::ModelSource;
 use pagedd_wire::worker::{
-    Arena as WhichArena, BlockCopy, Device, Hello, ModelInfo, Output, Plan, Sampled, SequenceState,
+    Arena as WhichArena, BlockCopy, Device, Hello, Input, ModelInfo, Output, Plan, Row, Sampled, SequenceState,
 };
 
 use crate::arena::ArenaError;
@@ -56,6 +57,9 @@ pub enum RunError {
     #[cfg(feature = "cuda")]
     #[error("the KV arena holds blocks of an earlier worker, or is too small")]
     ArenaInUse,
+    /// Every plan that was submitted is collected.
+    #[error("no plan is out")]
+    NothingOut,
     /// No memory for an arena.
     #[error(transparent)]
     Arena(#[from] ArenaError),
@@ -75,17 +79,27 @@ pub struct ArenaFd {
 
 /// A model's arenas on a device, and what computes there.
 pub trait Compute: fmt::Debug + Send {
-    /// Copies blocks, computes the rows, and draws: for each row, for each of its samples, behind the certain input and each guess.
+    /// Copies blocks, computes the rows, and makes the draws of [`pending`], or has all that begun: whether it is done.
+    ///
+    /// What is not done is to be collected before the next but one is submitted. Only where the one before is not done has the batch unknown
+    /// tokens.
     ///
     /// # Errors
     /// The device failed, or shapes that had been checked do not fit.
-    fn step(
+    fn submit(
         &mut self,
         copies: &[BlockCopy],
         batch: &Batch,
+        pending: &Pendings,
         sequences: &Sequences,
         limits: &Limits,
-    ) -> Result<Vec<Result<Sampled, String>>, RunError>;
+    ) -> Result<bool, RunError>;
+
+    /// Waits for the oldest step that was submitted, and gives what `pending` of it drew.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn collect(&mut self, pending: &Pendings) -> Result<Vec<Result<Sampled, String>>, RunError>;
 
     /// An fd of an arena.
     ///
@@ -122,6 +136,21 @@ pub struct ModelRunner {
     sequences: Sequences,
     limits: Limits,
     info: ModelInfo,
+    /// Plans that were submitted and not collected, oldest first.
+    flights: VecDeque<Flight>,
+    /// When the last plan was done.
+    done: Option<Instant>,
+}
+
+/// A plan on its way.
+#[derive(Debug)]
+struct Flight {
+    plan: u64,
+    batch: Batch,
+    pending: Pendings,
+    submitted: Instant,
+    /// Once it is done.
+    output: Option<Output>,
 }
 
 impl ModelRunner {
@@ -154,7 +183,8 @@ impl ModelRunner {
                 "KV arena has less room than the longest sequence needs, in tokens"
             );
         }
-        let mut runner = Self { model, sequences: Sequences::default(), limits, info };
+        let sequences = Sequences::default();
+        let mut runner = Self { model, sequences, limits, info, flights: VecDeque::new(), done: None };
         match hello.known_cost {
             Some(known) if known.holds_for(hello, &runner.info) => runner.info.cost = known.cost,
             Some(_) | None if hello.measure => runner.measure(),
@@ -221,41 +251,115 @@ impl ModelRunner {
     /// [`PlanError`]; nothing has changed.
     pub fn resync(&mut self, states: Vec<SequenceState>) -> Result<(), PlanError> {
         batch::check_states(&states, &self.limits)?;
+        self.flights.clear();
         self.sequences.resync(states);
         Ok(())
     }
 
-    /// Runs a plan.
+    /// Runs a plan, and those submitted before it.
     ///
     /// # Errors
     /// [`RunError`]; on [`RunError::Plan`] nothing has been written.
     pub fn run(&mut self, plan: &Plan) -> Result<Output, RunError> {
-        let start = Instant::now();
-        self.sequences.forget_before(plan.id);
-        let batch = batch::check(plan, &self.sequences, &self.limits)?;
-        batch::apply(plan, &batch, &mut self.sequences);
-        let drawn = self.model.step(&plan.copies, &batch, &self.sequences, &self.limits)?;
-        let mut output = Output { plan: plan.id, ..Output::default() };
-        for row in &batch.failed {
-            let who = if row.samples.is_empty() { std::slice::from_ref(&row.seq) } else { &row.samples };
-            for &seq in who {
-                self.sequences.record(plan.id, seq, Draw::Failed);
-                output.failed.push((seq, "an input token of it could not be computed".to_owned()));
+        self.submit(plan)?;
+        loop {
+            let output = self.collect()?;
+            if self.flights.is_empty() {
+                return Ok(output);
             }
         }
-        let mut drawn = drawn.into_iter();
-        for row in &batch.rows {
-            let guesses = &batch.tokens[row.tokens.end - row.drafts..row.tokens.end];
-            for &seq in &row.samples {
-                let drawn: Vec<_> = drawn.by_ref().take(1 + row.drafts).collect();
-                self.take(plan.id, seq, guesses, drawn, &mut output);
+    }
+
+    /// Has a plan begun, behind those submitted before it: one at the most that is not collected.
+    ///
+    /// # Errors
+    /// [`RunError`]; on [`RunError::Plan`] nothing has been written.
+    pub fn submit(&mut self, plan: &Plan) -> Result<(), RunError> {
+        let submitted = Instant::now();
+        self.sequences.forget_before(plan.id);
+        if self.needs_tokens(plan) {
+            self.finish()?;
+        }
+        let batch = batch::check(plan, &self.sequences, &self.limits)?;
+        batch::apply(plan, &batch, &mut self.sequences);
+        let pending = Pendings::new(&batch, &self.sequences);
+        let done = self.model.submit(&plan.copies, &batch, &pending, &self.sequences, &self.limits)?;
+        for row in &batch.failed {
+            for &seq in who(row) {
+                self.sequences.record(plan.id, seq, Draw::Failed);
             }
+        }
+        for (draw, pending) in (0..).zip(&pending.draws).filter(|(_, pending)| pending.nameable) {
+            self.sequences.record(plan.id, pending.of.seq, Draw::Pending(draw));
         }
         for &seq in &plan.end {
             self.sequences.end(plan.id, seq);
         }
-        output.compute_us = start.elapsed().as_micros() as u64;
-        Ok(output)
+        self.flights.push_back(Flight { plan: plan.id, batch, pending, submitted, output: None });
+        if done { self.finish() } else { Ok(()) }
+    }
+
+    /// Waits for the oldest plan that was submitted and not collected.
+    ///
+    /// # Errors
+    /// [`RunError`]: also where there is none.
+    pub fn collect(&mut self) -> Result<Output, RunError> {
+        if self.flights.front().is_some_and(|flight| flight.output.is_none()) {
+            self.finish()?;
+        }
+        self.flights.pop_front().and_then(|flight| flight.output).ok_or(RunError::NothingOut)
+    }
+
+    /// Whether tokens that are not known yet come before what `plan` draws with penalties.
+    fn needs_tokens(&self, plan: &Plan) -> bool {
+        let unknown = |input: &Input| match *input {
+            Input::Known(_) => false,
+            Input::Sampled { plan, seq } => matches!(self.sequences.drawn(plan, seq), Some(Draw::Pending(_))),
+        };
+        plan.rows.iter().any(|row| {
+            self.sequences.get(row.seq).is_some_and(|sequence| sequence.known().is_some())
+                && row.inputs.iter().any(unknown)
+        })
+    }
+
+    /// Waits for the oldest plan that is not done.
+    fn finish(&mut self) -> Result<(), RunError> {
+        let Some(index) = self.flights.iter().position(|flight| flight.output.is_none()) else {
+            return Ok(());
+        };
+        let drawn = self.model.collect(&self.flights[index].pending)?;
+        let Flight { plan, batch, submitted, .. } = &mut self.flights[index];
+        let (plan, batch, submitted) = (*plan, std::mem::take(batch), *submitted);
+        let mut output = Output { plan, ..Output::default() };
+        let lost = "an input token of it could not be computed";
+        for row in &batch.failed {
+            output.failed.extend(who(row).iter().map(|&seq| (seq, lost.to_owned())));
+        }
+        let mut drawn = drawn.into_iter();
+        for row in &batch.rows {
+            let guesses = &batch.tokens[row.tokens.end - row.drafts..row.tokens.end];
+            let computed = batch.unknown.iter().filter(|unknown| row.tokens.contains(&unknown.token)).all(
+                |unknown| self.sequences.drawn(unknown.plan, unknown.seq) != Some(Draw::Failed),
+            );
+            for &seq in &row.samples {
+                let drawn: Vec<_> = drawn.by_ref().take(1 + row.drafts).collect();
+                if computed {
+                    self.take(plan, seq, guesses, drawn, &mut output);
+                } else {
+                    self.sequences.record(plan, seq, Draw::Failed);
+                    output.failed.push((seq, lost.to_owned()));
+                }
+            }
+            if !computed && row.samples.is_empty() {
+                output.failed.push((row.seq, lost.to_owned()));
+            }
+        }
+        let now = Instant::now();
+        let begun = self.done.map_or(submitted, |done| done.max(submitted));
+        output.compute_us = now.duration_since(begun).as_micros() as u64;
+        self.done = Some(now);
+        self.flights[index].output = Some(output);
+        Ok(())
     }
 
     /// Takes a sequence's draws in order, up to the first that differs from the guess at its place. Only what a row without guesses draws
@@ -294,6 +398,11 @@ impl ModelRunner {
     }
 }
 
+/// Who draws from a row, or computes it without.
+fn who(row: &Row) -> &[u64] {
+    if row.samples.is_empty() { std::slice::from_ref(&row.seq) } else { &row.samples }
+}
+
 /// A draw that waits for its logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Pending {
@@ -303,29 +412,42 @@ pub struct Pending {
     pub row: u64,
     /// Row of the logits: place in what is wanted.
     pub logits: usize,
+    /// A later plan may name it: its row guesses nothing.
+    pub nameable: bool,
 }
 
-/// Which tokens of a batch are drawn from (indices, ascending), and what is drawn: in the order of rows, their samples and their guesses.
-pub fn pending(batch: &Batch, sequences: &Sequences) -> (Vec<usize>, Vec<Pending>) {
-    let mut wanted = Vec::new();
-    let mut pending = Vec::new();
-    for row in batch.rows.iter().filter(|row| !row.samples.is_empty()) {
-        for &seq in &row.samples {
-            if let Some(sequence) = sequences.get(seq) {
-                let (choice, params) = (sequence.choice, sequence.sampling);
-                pending.extend((0..=row.drafts).map(|guess| {
-                    let position = row.certain() + guess as u32;
-                    Pending {
-                        of: Request { seq, choice, position, params },
-                        row: row.seq,
-                        logits: wanted.len() + guess,
-                    }
-                }));
+/// What a batch draws.
+#[derive(Default, Debug)]
+pub struct Pendings {
+    /// Which of its tokens are drawn from: indices, ascending.
+    pub wanted: Vec<usize>,
+    /// In the order of rows, their samples and their guesses.
+    pub draws: Vec<Pending>,
+}
+
+impl Pendings {
+    /// Of a batch that was applied.
+    pub fn new(batch: &Batch, sequences: &Sequences) -> Self {
+        let Self { mut wanted, mut draws } = Self::default();
+        for row in batch.rows.iter().filter(|row| !row.samples.is_empty()) {
+            for &seq in &row.samples {
+                if let Some(sequence) = sequences.get(seq) {
+                    let (choice, params) = (sequence.choice, sequence.sampling);
+                    draws.extend((0..=row.drafts).map(|guess| {
+                        let position = row.certain() + guess as u32;
+                        Pending {
+                            of: Request { seq, choice, position, params },
+                            row: row.seq,
+                            logits: wanted.len() + guess,
+                            nameable: row.drafts == 0,
+                        }
+                    }));
+                }
             }
+            wanted.extend(row.tokens.end - 1 - row.drafts..row.tokens.end);
         }
-        wanted.extend(row.tokens.end - 1 - row.drafts..row.tokens.end);
+        Self { wanted, draws }
     }
-    (wanted, pending)
 }
 
 /// What is told of a model on every device; the rest is the device's to fill in.

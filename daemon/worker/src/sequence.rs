@@ -65,6 +65,8 @@ pub enum Draw {
     Token(u32),
     /// The row failed.
     Failed,
+    /// Which it is of its plan's, which is not done.
+    Pending(u32),
 }
 
 /// All sequences.

@@ -3,7 +3,7 @@
 //! **Owns** the weights, the KV arena and all scratch memory of one model, the order of operations, and steps that were recorded as graphs.
 //! **Never** knows sequences: it takes rows with their blocks and gives draws.
 //!
-//! All of a step is queued on one stream; only [`Decoder::draws`] waits. Which kernel attends for a row follows from the row alone: one token
+//! All of a step is queued on one stream; only [`Decoder::draws`] waits, and a step can be queued while the one before it runs. Which kernel attends for a row follows from the row alone: one token
 //! goes through [`decode`](super::decode), several through [`prefill`](super::prefill).
 //!
 //! A step in which every row has one token and is drawn from is padded to a size of [`buckets`] and, from the second one of that size on,
@@ -82,6 +82,24 @@ pub struct DecoderStep<'a> {
     pub wanted: &'a [u32],
 }
 
+/// Draws that were queued. Two can be waited for at a time: later ones take the place of the older.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ticket {
+    slot: usize,
+    number: u64,
+}
+
+/// Where draws come to.
+#[derive(Debug)]
+struct Slot {
+    number: u64,
+    drawn: Pinned<Drawn>,
+    logprobs: Pinned<f32>,
+    ranked: Pinned<Ranked>,
+    count: usize,
+    ranks: bool,
+}
+
 /// What [`Decoder::draw`] gave.
 #[derive(Clone, Copy, Debug)]
 pub struct Draws<'a> {
@@ -113,11 +131,9 @@ pub struct Decoder<T: Half> {
     work: Work<T>,
     limits: DecoderLimits,
     stream: Stream,
-    drawn: Pinned<Drawn>,
-    logprobs: Pinned<f32>,
-    ranked: Pinned<Ranked>,
-    /// Draws under way, and whether any is ranked.
-    pending: (usize, bool),
+    slots: [Slot; 2],
+    /// Of the next draws.
+    number: u64,
     record: bool,
 }
 
@@ -147,6 +163,16 @@ impl<T: Half + GemmOutput> Decoder<T> {
         limits: DecoderLimits,
     ) -> Result<Self, CudaError> {
         let device = stream.device();
+        let slot = || {
+            Ok::<_, CudaError>(Slot {
+                number: 0,
+                drawn: Pinned::new(device, limits.draws)?,
+                logprobs: Pinned::new(device, limits.draws)?,
+                ranked: Pinned::new(device, limits.draws * limits.ranks)?,
+                count: 0,
+                ranks: false,
+            })
+        };
         let padded = DecoderLimits {
             rows: bucket(limits.rows),
             tokens: limits.tokens.max(bucket(limits.rows)),
@@ -159,10 +185,8 @@ impl<T: Half + GemmOutput> Decoder<T> {
             work: Work::new(stream, shape, layout, memory, padded)?,
             limits,
             stream: stream.clone(),
-            drawn: Pinned::new(device, limits.draws)?,
-            logprobs: Pinned::new(device, limits.draws)?,
-            ranked: Pinned::new(device, limits.draws * limits.ranks)?,
-            pending: (0, false),
+            slots: [slot()?, slot()?],
+            number: 1,
             record: true,
         })
     }
@@ -254,37 +278,45 @@ impl<T: Half + GemmOutput> Decoder<T> {
         work.run(stream, step.tokens.len(), decoded, head)
     }
 
-    /// Queues draws from the logits of the last step, whose wanted tokens are the rows of logits. Replaces earlier draws.
+    /// Queues draws from the logits of the last step, whose wanted tokens are the rows of logits. A later step may name them as
+    /// [`TokenSource::Drawn`] until others are queued.
     ///
     /// # Errors
     /// A row that is not there or out of limits (nothing was queued), or the device failed.
-    pub fn draw(&mut self, rows: &[SampleRow<'_>]) -> Result<(), CudaError> {
-        self.pending = (0, false);
-        let ranked = rows.iter().any(|row| row.params.logprobs.is_some());
+    pub fn draw(&mut self, rows: &[SampleRow<'_>]) -> Result<Ticket, CudaError> {
+        let ticket = Ticket { slot: (self.number % 2) as usize, number: self.number };
+        let slot = &mut self.slots[ticket.slot];
+        // Nobody may take old draws for these.
+        slot.number = 0;
+        (slot.count, slot.ranks) = (rows.len(), rows.iter().any(|row| row.params.logprobs.is_some()));
         let Work { sampler, ring, logits, .. } = &mut self.work;
         sampler.set(&self.stream, ring, rows)?;
         sampler.run(&self.stream, &mut logits.all_mut())?;
-        self.drawn.download(&self.stream, sampler.drawn().part(0..rows.len())?)?;
-        if ranked {
-            self.logprobs.download(&self.stream, sampler.logprobs().part(0..rows.len())?)?;
-            self.ranked.download(&self.stream, sampler.ranked().part(0..rows.len() * self.limits.ranks)?)?;
+        if slot.ranks {
+            slot.logprobs.download(&self.stream, sampler.logprobs().part(0..rows.len())?)?;
+            slot.ranked.download(&self.stream, sampler.ranked().part(0..rows.len() * self.limits.ranks)?)?;
         }
-        self.pending = (rows.len(), ranked);
-        Ok(())
+        slot.drawn.download(&self.stream, sampler.drawn().part(0..rows.len())?)?;
+        slot.number = self.number;
+        self.number += 1;
+        Ok(ticket)
     }
 
-    /// Waits for the last draws.
+    /// Waits for draws, and for all that was queued before them.
     ///
     /// # Errors
-    /// The device failed.
-    pub fn draws(&self) -> Result<Draws<'_>, CudaError> {
-        let (count, ranked) = self.pending;
-        let stride = self.limits.ranks;
-        let drawn = &self.drawn.read()?[..count];
-        if !ranked {
+    /// Others took their place, or the device failed.
+    pub fn draws(&self, ticket: Ticket) -> Result<Draws<'_>, CudaError> {
+        let slot = &self.slots[ticket.slot];
+        if slot.number != ticket.number {
+            return Err(CudaError::Plan);
+        }
+        let (count, stride) = (slot.count, self.limits.ranks);
+        let drawn = &slot.drawn.read()?[..count];
+        if !slot.ranks {
             return Ok(Draws { drawn, logprobs: &[], ranked: &[], stride });
         }
-        let (logprobs, ranked) = (&self.logprobs.read()?[..count], &self.ranked.read()?[..count * stride]);
+        let (logprobs, ranked) = (&slot.logprobs.read()?[..count], &slot.ranked.read()?[..count * stride]);
         Ok(Draws { drawn, logprobs, ranked, stride })
     }
 

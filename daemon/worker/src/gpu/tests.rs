@@ -4,11 +4,10 @@ use pagedd_core::{Penalties, SamplingParams};
 
 use super::*;
 use crate::batch::BatchRow;
-use crate::sample::Request;
 
 fn draw(logits: usize) -> Pending {
     let params = SamplingParams { penalties: Penalties::NONE, ..SamplingParams::GREEDY };
-    Pending { of: Request { seq: 1, choice: 0, position: 9, params }, row: 1, logits }
+    Pending { of: Request { seq: 1, choice: 0, position: 9, params }, row: 1, logits, nameable: true }
 }
 
 fn adjusted(count: u32) -> Vec<Adjustment> {
@@ -54,12 +53,12 @@ fn rows_of_one_token_come_first_on_the_device_and_logits_are_found_again() {
         tokens: vec![10, 11, 12, 13, 14],
         positions: vec![0, 1, 2, 0, 0],
         rows: vec![row(1, 0..3), row(2, 3..4), row(3, 4..5)],
-        failed: Vec::new(),
+        ..Batch::default()
     };
     let mut layout = Layout::default();
     layout.set(&[], &batch, &[2, 3, 4]);
     assert_eq!(layout.order, [1, 2, 0]);
     assert_eq!(layout.tokens, [13, 14, 10, 11, 12].map(TokenSource::Known));
     assert_eq!(layout.wanted, [0, 1, 4]);
-    assert_eq!([2, 3, 4].map(|token: usize| layout.places[token]), [4, 0, 1]);
+    assert_eq!(layout.logits, [2, 0, 1]);
 }
