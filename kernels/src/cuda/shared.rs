@@ -108,10 +108,8 @@ impl SharedBuffer {
         exported.result().map_err(during("exporting shared memory"))?;
         // SAFETY: the driver opened the descriptor for the caller, and says so by its success.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|error| CudaError::Device {
-            doing: "exporting shared memory",
-            code: error.to_string(),
-        })?;
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
+            .map_err(|error| failed("exporting shared memory", &error.into()))?;
         Ok(fd)
     }
 
