@@ -30,6 +30,8 @@ pub struct SharedBuffer {
     mapped: Mapped,
     _range: Range,
     allocation: Allocation,
+    /// A descriptor of imported memory: the driver exports for its maker alone.
+    imported: Option<OwnedFd>,
     len: usize,
 }
 
@@ -45,7 +47,7 @@ impl SharedBuffer {
         let mapped = Mapped::new(&allocation, &range, size)
             .and_then(Mapped::accessible)
             .map_err(during("mapping shared memory"))?;
-        Ok(Self { mapped, _range: range, allocation, len: bytes })
+        Ok(Self { mapped, _range: range, allocation, imported: None, len: bytes })
     }
 
     /// Memory that [`create`](Self::create) made for `bytes` bytes, here or in another process, by a descriptor of it. The descriptor may be
@@ -53,7 +55,7 @@ impl SharedBuffer {
     ///
     /// # Errors
     /// [`CudaError::Foreign`]: it is no such memory, not of this device, or of another (rounded) size; nothing stays mapped. Not enough
-    /// addresses, or the device failed.
+    /// addresses, too many open files, or the device failed.
     pub fn import(device: &Device, fd: BorrowedFd<'_>, bytes: usize) -> Result<Self, CudaError> {
         let foreign = |problem: String| CudaError::Foreign { wanted: bytes, problem };
         let granule = granularity(device)?;
@@ -61,8 +63,13 @@ impl SharedBuffer {
         let allocation = Allocation::import(device, fd).map_err(|error| match error.0 {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => device.allocating(size)(error),
             code if refuses(code) => foreign(format!("the driver does not take it ({code:?})")),
+            // What the driver says of a file of another kind, but of a failure of its own, too.
+            CUresult::CUDA_ERROR_UNKNOWN if device.context().synchronize().is_ok() => {
+                foreign("the driver does not know it".to_owned())
+            }
             _ => during("importing shared memory")(error),
         })?;
+        let imported = fd.try_clone_to_owned().map_err(|error| failed("importing shared memory", &error))?;
         let found = allocation.properties().map_err(during("importing shared memory"))?.location;
         if found != location(device) {
             return Err(foreign(format!("it is memory elsewhere ({:?}, number {})", found.type_, found.id)));
@@ -82,7 +89,7 @@ impl SharedBuffer {
             }
             Err(error) => return Err(during("mapping shared memory")(error)),
         };
-        Ok(Self { mapped, _range: range, allocation, len: bytes })
+        Ok(Self { mapped, _range: range, allocation, imported: Some(imported), len: bytes })
     }
 
     /// A descriptor of it, closed in programs that this one starts. The memory stays as long as one is open somewhere, or it is mapped.
@@ -90,6 +97,9 @@ impl SharedBuffer {
     /// # Errors
     /// The device failed, or the process has too many open files.
     pub fn export(&self) -> Result<OwnedFd, CudaError> {
+        if let Some(imported) = &self.imported {
+            return imported.try_clone().map_err(|error| failed("exporting shared memory", &error));
+        }
         self.allocation.device.bind()?;
         let mut fd: RawFd = -1;
         // SAFETY: the allocation is alive, was made to be exported as a descriptor, and one integer is written.
@@ -98,10 +108,8 @@ impl SharedBuffer {
         exported.result().map_err(during("exporting shared memory"))?;
         // SAFETY: the driver opened the descriptor for the caller, and says so by its success.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|error| CudaError::Device {
-            doing: "exporting shared memory",
-            code: error.to_string(),
-        })?;
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
+            .map_err(|error| failed("exporting shared memory", &error.into()))?;
         Ok(fd)
     }
 
@@ -288,6 +296,11 @@ fn granularity(device: &Device) -> Result<usize, CudaError> {
 /// `bytes` up to the next multiple of `granule`; one granule at least.
 fn rounded(bytes: usize, granule: usize) -> Result<usize, ShapeError> {
     bytes.max(1).checked_next_multiple_of(granule).ok_or(ShapeError::Overflow { what: "shared memory" })
+}
+
+/// For the system's errors: it says no more than the driver would.
+fn failed(doing: &'static str, error: &std::io::Error) -> CudaError {
+    CudaError::Device { doing, code: error.to_string() }
 }
 
 /// Whether the driver says by `code` that a descriptor or size is not what was said of it: the device works.

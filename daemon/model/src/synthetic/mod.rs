@@ -137,7 +137,7 @@ pub enum SyntheticElements {
     /// Normal numbers around 0: element `i` (row by row) is a function of `seed` and `i`, the one that the kernel `fill_normal` computes.
     ///
     /// [`ModelSource::read`](crate::ModelSource::read) gives the same bits on every machine. A GPU's logarithm, sine and cosine differ from its in
-    /// the last bits of a single, so that there some elements are rounded to the neighbouring BF16.
+    /// the last bits of a single, so that there a few elements in a million are rounded to a neighbouring BF16.
     Normal {
         /// Of the tensor.
         seed: u64,
