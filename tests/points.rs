@@ -42,7 +42,15 @@ fn together(tenant: &Tenant, beside: impl FnOnce() + Send) -> Vec<String> {
 #[test]
 fn a_request_that_kills_its_worker_each_time_fails_alone_and_its_63_neighbours_say_the_same() {
     let folder = tempfile::tempdir().expect("a folder");
-    let daemon = Site::new(&yaml(folder.path())).with_points(format!("plan=return({DEADLY})")).start();
+    for depth in [1, 2] {
+        one_kills_its_worker(&yaml(folder.path()), depth);
+    }
+}
+
+/// Where a worker is given so many plans at a time.
+#[track_caller]
+fn one_kills_its_worker(yaml: &str, depth: usize) {
+    let daemon = Site::new(yaml).with_points(format!("plan=return({DEADLY})")).with_depth(depth).start();
     let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
     let undisturbed = together(&acme, || ());
     assert_eq!(daemon.model()["restarts"], 0, "a neighbour says the deadly token");
@@ -53,7 +61,7 @@ fn a_request_that_kills_its_worker_each_time_fails_alone_and_its_63_neighbours_s
     });
     assert_eq!(disturbed, undisturbed);
     let restarts = daemon.model()["restarts"].as_u64().expect("restarts");
-    println!("{restarts} workers died");
+    println!("{restarts} workers died, {depth} plans at a time");
     assert!((1..=9).contains(&restarts), "{restarts} workers died");
     daemon.wait_idle();
     assert_eq!(daemon.model()["blocks_held"], 0);

@@ -36,6 +36,8 @@ struct Case {
     /// The last daemon's points are errors.
     stays: bool,
     load: Load,
+    /// Its worker is given two plans at a time.
+    ahead: bool,
 }
 
 /// What is asked meanwhile.
@@ -53,7 +55,7 @@ enum Load {
 }
 
 const fn kills(daemons: &'static [&'static str]) -> Case {
-    Case { daemons, children: &[], says: &[], stays: false, load: Load::Mixed }
+    Case { daemons, children: &[], says: &[], stays: false, load: Load::Mixed, ahead: false }
 }
 
 const fn long(daemons: &'static [&'static str]) -> Case {
@@ -67,6 +69,9 @@ const fn children(children: &'static [(&'static str, u32)]) -> Case {
 const fn errors(daemons: &'static [&'static str], says: &'static [&'static str]) -> Case {
     Case { says, stays: true, ..kills(daemons) }
 }
+
+/// Names of points between the making of a plan and its commit. Their cases come once more, with two plans at a time.
+const OF_PLANS: [&str; 4] = ["before-plan", "before-output", "blocks-are-", "worker-plan"];
 
 /// The first daemon ends under load, the second mostly on its way back to where that one was. No third: a request at whose readmission two
 /// daemons end is set aside.
@@ -303,7 +308,15 @@ fn remove(daemon: &Daemon) {
 impl Case {
     fn name(&self) -> String {
         let children = self.children.iter().map(|(point, visits)| format!("{point} after {visits}"));
-        children.chain(self.daemons.iter().map(|line| (*line).to_owned())).collect::<Vec<_>>().join(" | ")
+        let points = children.chain(self.daemons.iter().map(|line| (*line).to_owned()));
+        let ahead = self.ahead.then(|| "two plans at a time".to_owned());
+        points.chain(ahead).collect::<Vec<_>>().join(" | ")
+    }
+
+    /// The same with two plans at a time, where that may make a difference.
+    fn ahead(&self) -> Option<Self> {
+        let name = self.name();
+        OF_PLANS.iter().any(|point| name.contains(point)).then_some(Self { ahead: true, ..*self })
     }
 
     fn site(&self, yaml: &str) -> Site {
@@ -315,7 +328,8 @@ impl Case {
             .map(|(point, visits)| format!("{point}={visits}*off->return({})", site.mark(point).display()));
         // A count of 0 would be no action at all.
         let points: Vec<String> = points.map(|point| point.replace("=0*off->", "=")).collect();
-        site.with_points(points.join(";")).with_points_by_start(self.daemons)
+        let site = site.with_points(points.join(";")).with_points_by_start(self.daemons);
+        if self.ahead { site.with_depth(2) } else { site }
     }
 
     /// What has not happened yet.
@@ -370,7 +384,8 @@ fn wherever_a_process_ends_or_a_write_fails_every_stream_is_complete_and_nothing
         let daemon = Site::new(&yaml).start();
         Asks::new(&daemon.add_tenant_of(tiny::MIX.model, "acme", "0%", "100%"))
     };
-    let cases = [&KILLS[..], &STARTS, &SNAPSHOTS, &REMOVALS, &CHILDREN, &ERRORS].concat();
+    let mut cases = [&KILLS[..], &STARTS, &SNAPSHOTS, &REMOVALS, &CHILDREN, &ERRORS].concat();
+    cases.extend(cases.clone().iter().filter_map(Case::ahead));
     let only = std::env::var("PAGEDD_POINT").ok();
     let wanted = |case: &Case| only.as_ref().is_none_or(|only| case.name().contains(only));
     let queue: Mutex<VecDeque<Case>> = Mutex::new(cases.into_iter().filter(wanted).collect());

@@ -10,6 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use fail::fail_point;
 use pagedd_config::{Model as Settings, Policy};
 use pagedd_core::{Blocks, ModelId, RequestId, Tokens};
 use pagedd_engine::{
@@ -17,7 +18,7 @@ use pagedd_engine::{
 };
 use pagedd_host::fdstore::FdStore;
 use pagedd_sched::{AdmitError, PolicyKind, Scheduler, SchedulerConfig};
-use pagedd_wire::worker::{MOST_DRAFTS, ModelInfo};
+use pagedd_wire::worker::{Device, MOST_DRAFTS, MOST_IN_FLIGHT, ModelInfo};
 use tokio::sync::{mpsc, watch};
 use tracing::{error, info, warn};
 
@@ -158,8 +159,8 @@ fn run(
     let ledger = worker.ledger(&info, cache_key, &seed);
     drop(seed);
     let journal = RecorderJournal { recorder };
-    let mut engine =
-        Engine::new(EngineConfig::default(), commands, scheduler, worker, journal, observer, start);
+    let engine_config = EngineConfig { depth: depth(worker.device()), ..EngineConfig::default() };
+    let mut engine = Engine::new(engine_config, commands, scheduler, worker, journal, observer, start);
     match ledger {
         Ok((ledger, copies)) => {
             shelf.get_or_init(|| copies);
@@ -174,6 +175,18 @@ fn run(
         Err(exhausted) => {
             error!(model = config.name.as_str(), error = exhausted.reason, "engine ended without a worker");
         }
+    }
+}
+
+/// Plans that a worker has at a time. A GPU is given the next one before it is done, so that it never waits for the host. The CPU would gain
+/// nothing, as planning takes the time of the same processors, and whoever comes would wait for one step more.
+fn depth(device: Device) -> usize {
+    fail_point!("engine-depth", |depth: Option<String>| {
+        depth.and_then(|depth| depth.parse().ok()).unwrap_or(MOST_IN_FLIGHT)
+    });
+    match device {
+        Device::Cpu => 1,
+        Device::Cuda { .. } => MOST_IN_FLIGHT,
     }
 }
 

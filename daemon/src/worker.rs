@@ -3,6 +3,7 @@
 //! **Owns** the child, the channel to it, and its [`Arenas`], which outlive it. **Never** maps an arena or opens a model file: both
 //! are the worker's.
 
+use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,7 +21,9 @@ use pagedd_host::shared::SharedMemory;
 use pagedd_host::{Sandbox, Spawn, SpawnError};
 use pagedd_kv::Ledger;
 use pagedd_sched::{SequenceSnapshot, StepOutput, StepPlan};
-use pagedd_wire::worker::{Arena, FromWorker, Hello, KnownCost, ModelInfo, Plan, SequenceState, ToWorker};
+use pagedd_wire::worker::{
+    Arena, Device, FromWorker, Hello, KnownCost, ModelInfo, Plan, SequenceState, ToWorker,
+};
 use pagedd_wire::{Channel, ChannelError};
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -51,6 +54,9 @@ const STEP_DEADLINE: Duration = Duration::from_secs(30);
 const LONGEST_STEP_DEADLINE: Duration = Duration::from_mins(5);
 /// A step may take this many times what was predicted for it, or what the slowest took so far.
 const STEP_SLACK: u32 = 10;
+/// A worker has this long to answer, however long ago its plan was due: it answers when it is asked, and this thread may have had to wait
+/// for others before it asked.
+const ANSWER: Duration = Duration::from_secs(10);
 /// How long a killed process may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
 /// Workers in a row that do not come up. Those that die with a plan are the engine's to count.
@@ -139,8 +145,10 @@ pub struct WorkerProcess {
     failed_launches: u32,
     starts: u32,
     info: Option<ModelInfo>,
-    /// The plan that is out.
-    submitted: Option<Submitted>,
+    /// Plans without an answer, oldest first.
+    submitted: VecDeque<Submitted>,
+    /// When the last answer came.
+    answered: Instant,
     /// Longest step that completed.
     slowest_step: Duration,
 }
@@ -173,9 +181,15 @@ impl WorkerProcess {
             failed_launches: 0,
             starts: 0,
             info: None,
-            submitted: None,
+            submitted: VecDeque::new(),
+            answered: Instant::now(),
             slowest_step: Duration::ZERO,
         }
+    }
+
+    /// Where it computes.
+    pub fn device(&self) -> Device {
+        self.spec.hello.device
     }
 
     /// Brings up the first worker, once the last one of an earlier daemon is gone.
@@ -377,6 +391,14 @@ impl WorkerProcess {
         }
     }
 
+    /// Sends, also to a worker that has ended: what it said last is still to be read.
+    fn tell(&mut self, message: &ToWorker) -> Result<(), WorkerLost> {
+        match self.channel()?.send(message, &[]) {
+            Ok(()) | Err(ChannelError::Closed) => Ok(()),
+            Err(error) => Err(lost(&error)),
+        }
+    }
+
     fn channel(&mut self) -> Result<&mut Channel, WorkerLost> {
         self.running
             .as_mut()
@@ -389,22 +411,26 @@ impl Worker for WorkerProcess {
     fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost> {
         let us = self.info.as_ref().map_or(0.0, |info| plan.predicted_us(&info.cost.into()));
         let predicted = Duration::from_micros(us as u64);
-        self.submitted = Some(Submitted { plan: plan.id, at: Instant::now(), predicted });
+        self.submitted.push_back(Submitted { plan: plan.id, at: Instant::now(), predicted });
         fail_point!("before-plan", |_| Err(WorkerLost { reason: "fail point before-plan".to_owned() }));
-        self.channel()?.send(&ToWorker::Plan(convert::plan(plan)), &[]).map_err(|e| lost(&e))
+        self.tell(&ToWorker::Plan(convert::plan(plan)))
     }
 
     fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
-        let Some(Submitted { plan, at, predicted }) = self.submitted.take() else {
+        let Some(Submitted { plan, at, predicted }) = self.submitted.pop_front() else {
             return Err(WorkerLost { reason: "no plan is out".to_owned() });
         };
         fail_point!("before-output", |_| Err(WorkerLost { reason: "fail point before-output".to_owned() }));
-        let deadline = deadline(predicted, self.slowest_step);
-        match self.channel()?.recv_timeout(deadline).map_err(|e| lost(&e))? {
+        self.tell(&ToWorker::Collect)?;
+        // A worker runs plans one after the other.
+        let since = at.max(self.answered);
+        let left = deadline(predicted, self.slowest_step).saturating_sub(since.elapsed());
+        match self.channel()?.recv_timeout(left.max(ANSWER)).map_err(|e| lost(&e))? {
             FromWorker::Output(output) if output.plan == plan.0 => {
                 self.attempts = 0;
                 self.backoff.forgive();
-                self.slowest_step = self.slowest_step.max(at.elapsed());
+                self.answered = Instant::now();
+                self.slowest_step = self.slowest_step.max(self.answered - since);
                 Ok(convert::output(output))
             }
             FromWorker::Output(output) => {
@@ -419,6 +445,7 @@ impl Worker for WorkerProcess {
 
     fn recover(&mut self, sequences: Vec<SequenceSnapshot>) -> Result<(), WorkersExhausted> {
         fail_point!("before-recovery");
+        self.submitted.clear();
         let states: Vec<_> = sequences.iter().map(convert::sequence).collect();
         loop {
             self.bring_up()?;
@@ -443,7 +470,7 @@ fn deadline(predicted: Duration, slowest: Duration) -> Duration {
 /// Tells a worker its sequences, and waits until it has taken them in: one that ends before is no victim of the next plan.
 fn resync(channel: &mut Channel, states: Vec<SequenceState>) -> Result<(), WorkerLost> {
     // The answer to a plan of nothing shows it.
-    let asked = [ToWorker::Resync(states), ToWorker::Plan(Plan::default())];
+    let asked = [ToWorker::Resync(states), ToWorker::Plan(Plan::default()), ToWorker::Collect];
     asked.iter().try_for_each(|frame| channel.send(frame, &[])).map_err(|e| lost(&e))?;
     match channel.recv_timeout(STEP_DEADLINE).map_err(|e| lost(&e))? {
         FromWorker::Output(output) if output.plan == Plan::default().id => Ok(()),

@@ -1,7 +1,7 @@
 //! The long form of the crash test: `make test-crash`.
 //!
 //! `--kills N` on the generated model (1,000 by default), `--real-kills N` on the real one (30), `--victims worker,gateway`
-//! to leave some alone. `PAGEDD_SEED` reproduces a run.
+//! to leave some alone, `--depth 2` for workers that are given the next plan while they have one, as on a GPU. `PAGEDD_SEED` reproduces a run.
 
 #[path = "../tiny.rs"]
 mod tiny;
@@ -18,6 +18,7 @@ const REAL: Mix<'static> = Mix { model: "smollm2", words: 300, tokens: 64 };
 fn main() {
     let mut strikes = [1000, 30];
     let mut victims = Victim::ALL.to_vec();
+    let mut depth = None;
     let mut arguments = std::env::args().skip(1);
     while let Some(option) = arguments.next() {
         let value = arguments.next().unwrap_or_else(|| panic!("{option} needs a value"));
@@ -27,7 +28,8 @@ fn main() {
             "--victims" => {
                 victims.retain(|v| value.split(',').any(|name| format!("{v:?}").to_lowercase() == name));
             }
-            _ => panic!("{option} is none of --kills, --real-kills, --victims"),
+            "--depth" => depth = Some(value.parse().expect("--depth is a number")),
+            _ => panic!("{option} is none of --kills, --real-kills, --victims, --depth"),
         }
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -36,13 +38,21 @@ fn main() {
     if strikes[0] > 0 {
         println!("== generated model, 64 clients");
         let mix = tiny::MIX;
-        let campaign = Campaign { seed, strikes: strikes[0], victims: &victims, clients: 64, asks: 96, mix };
+        let campaign =
+            Campaign { seed, strikes: strikes[0], victims: &victims, clients: 64, asks: 96, mix, depth };
         campaign.run(&tiny::yaml(folder.path()));
     }
     if strikes[1] > 0 {
         println!("== SmolLM2-135M, 16 clients");
-        let campaign =
-            Campaign { seed, strikes: strikes[1], victims: &victims, clients: 16, asks: 24, mix: REAL };
+        let campaign = Campaign {
+            seed,
+            strikes: strikes[1],
+            victims: &victims,
+            clients: 16,
+            asks: 24,
+            mix: REAL,
+            depth,
+        };
         campaign.run(&smollm2_yaml());
     }
 }

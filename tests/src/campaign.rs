@@ -41,6 +41,8 @@ pub struct Campaign<'a> {
     pub asks: u64,
     /// What they are like.
     pub mix: Mix<'a>,
+    /// Plans that the worker has at a time; `None` is as its device has it.
+    pub depth: Option<usize>,
 }
 
 /// The seed that `PAGEDD_SEED` names, or `default`.
@@ -406,7 +408,8 @@ impl Campaign<'_> {
     pub fn run(&self, yaml: &str) -> Hits {
         println!("PAGEDD_SEED={} reproduces this schedule", self.seed);
         let start = Instant::now();
-        let daemon = Site::new(yaml).start();
+        let site = Site::new(yaml);
+        let daemon = if let Some(depth) = self.depth { site.with_depth(depth) } else { site }.start();
         let model = self.mix.model;
         let tenants = [("acme", "20%", "70%"), ("globex", "10%", "80%")]
             .map(|(name, floor, ceiling)| daemon.add_tenant_of(model, name, floor, ceiling));

@@ -87,6 +87,8 @@ pub struct Site {
     points: Option<String>,
     /// There is a file that says which points are on in which daemon.
     by_start: bool,
+    /// Plans that workers have at a time, where it does not follow from their devices.
+    depth: Option<usize>,
     /// Further arguments of the daemon's command line.
     arguments: Vec<String>,
 }
@@ -96,7 +98,8 @@ impl Site {
     pub fn new(yaml: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
         let (points, arguments) = (None, Vec::new());
-        let site = Self { folder, programs: None, disk: None, points, by_start: false, arguments };
+        let site =
+            Self { folder, programs: None, disk: None, points, by_start: false, depth: None, arguments };
         site.configure(yaml);
         site
     }
@@ -125,6 +128,13 @@ impl Site {
     pub fn with_points_by_start(mut self, lines: &[&str]) -> Self {
         fs::write(self.file("points"), lines.join("\n")).expect("write the fail points");
         self.by_start = true;
+        self
+    }
+
+    /// Has workers be given so many plans at a time, whatever their devices. Programs must be built with fail points.
+    #[must_use]
+    pub fn with_depth(mut self, depth: usize) -> Self {
+        self.depth = Some(depth);
         self
     }
 
@@ -227,8 +237,10 @@ impl Site {
         command.arg("--config").arg(self.config()).arg("--state-dir").arg(self.state());
         command.args(&self.arguments);
         command.env_clear().env("PATH", "/usr/bin:/bin").env("RUST_BACKTRACE", "1").stdin(Stdio::null());
-        if let Some(points) = &self.points {
-            command.env("FAILPOINTS", points);
+        let depth = self.depth.map(|depth| format!("engine-depth=return({depth})"));
+        let points: Vec<String> = self.points.iter().cloned().chain(depth).collect();
+        if !points.is_empty() {
+            command.env("FAILPOINTS", points.join(";"));
         }
         if self.by_start {
             command.env("FAILPOINTS_BY_START", self.file("points"));

@@ -1,5 +1,6 @@
 //! The step loop.
 
+use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
@@ -11,13 +12,16 @@ use tracing::{error, warn};
 
 use crate::handle::{Command, Inbox, Placed};
 use crate::held::Held;
-use crate::traits::{BlockLedger, EngineStats, Journal, Observer, Worker, WorkersExhausted};
+use crate::traits::{BlockLedger, EngineStats, Journal, Observer, Worker, WorkerLost, WorkersExhausted};
 
 /// How an engine behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineConfig {
     /// Between two observations while the engine works.
     pub observe_every: Duration,
+    /// Plans that the worker may have, 1 at least. With 1 each plan is applied before the next one is made. With 2 the worker has its next
+    /// plan before the output of the last one is collected, and never waits for this thread.
+    pub depth: usize,
     /// A plan that has taken this many workers with it is accused: from then on parts of it run alone, and one death is enough,
     /// until the request is found that kills workers.
     pub plan_deaths: u32,
@@ -27,12 +31,19 @@ pub struct EngineConfig {
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        Self { observe_every: Duration::from_millis(100), plan_deaths: 2, deaths_in_a_row: 16 }
+        Self { observe_every: Duration::from_millis(100), depth: 1, plan_deaths: 2, deaths_in_a_row: 16 }
     }
 }
 
 /// How long an idle engine waits before it looks around.
 const IDLE_TURN: Duration = Duration::from_secs(1);
+
+/// A plan that was not applied yet.
+struct Flight {
+    plan: StepPlan,
+    /// Workers that were lost while they had it.
+    deaths: u32,
+}
 
 /// One model's engine. Lives on its own thread, inside [`Engine::run`].
 pub struct Engine<W, J: Journal, O> {
@@ -42,6 +53,10 @@ pub struct Engine<W, J: Journal, O> {
     held: Held,
     ledger: Option<Box<dyn BlockLedger + Send>>,
     worker: W,
+    /// Oldest first.
+    flights: VecDeque<Flight>,
+    /// So many of them the worker has, the oldest.
+    sent: usize,
     journal: J,
     observer: O,
     start: Instant,
@@ -71,6 +86,8 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             held,
             ledger: None,
             worker,
+            flights: VecDeque::new(),
+            sent: 0,
             journal,
             observer,
             start,
@@ -115,33 +132,62 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         self.observe(true);
     }
 
+    /// The loop: the worker is given what it may have, then the oldest plan is waited for. A plan that is out when the engine is told to stop
+    /// is as lost as with a process that ends: it is made again from the journal.
     fn steps(&mut self) -> Result<(), WorkersExhausted> {
         loop {
             if self.drain_inbox().is_break() {
                 return Ok(());
             }
-            let now = self.now_us();
-            match self.scheduler.schedule(now) {
-                Some(plan) => {
-                    fail_point!("before-blocks-are-cleared");
-                    self.write_ledger();
-                    fail_point!("after-blocks-are-cleared");
-                    self.step(plan)?;
-                }
-                None => {
+            match self.submit().and_then(|()| self.collect()) {
+                Ok(Some((plan, output))) => self.complete(plan, output),
+                Ok(None) => {
                     if self.idle().is_break() {
                         return Ok(());
                     }
                 }
+                Err(lost) => self.replace_worker(&lost)?,
             }
         }
     }
 
-    /// The plain loop's step: one plan from schedule to commit.
-    fn step(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
-        let Some(output) = self.execute(&plan)? else {
-            return self.accuse(plan);
-        };
+    /// Gives the worker as many plans as it may have. What a plan may write is cleared in the ledger before the plan is sent.
+    fn submit(&mut self) -> Result<(), WorkerLost> {
+        while self.sent < self.depth() {
+            if self.sent == self.flights.len() {
+                let now = self.now_us();
+                let Some(plan) = self.scheduler.schedule(now) else { break };
+                fail_point!("before-blocks-are-cleared");
+                self.write_ledger();
+                fail_point!("after-blocks-are-cleared");
+                self.flights.push_back(Flight { plan, deaths: 0 });
+            }
+            // Where sending fails, the worker may have it.
+            self.sent += 1;
+            self.worker.submit(&self.flights[self.sent - 1].plan)?;
+        }
+        Ok(())
+    }
+
+    /// How many plans the worker may have: one while a request is looked for that kills workers, and until all plans were applied that
+    /// a lost worker had.
+    fn depth(&self) -> usize {
+        let died = self.flights.iter().any(|flight| flight.deaths > 0);
+        if died || self.scheduler.suspects() > 0 { 1 } else { self.config.depth.max(1) }
+    }
+
+    /// The oldest plan and its output; `None` where the worker has none.
+    fn collect(&mut self) -> Result<Option<(StepPlan, StepOutput)>, WorkerLost> {
+        if self.sent == 0 {
+            return Ok(None);
+        }
+        let output = self.worker.collect()?;
+        self.sent -= 1;
+        Ok(self.flights.pop_front().map(|Flight { plan, .. }| (plan, output)))
+    }
+
+    /// From a plan's output to its commit.
+    fn complete(&mut self, plan: StepPlan, output: StepOutput) {
         self.deaths = 0;
         self.stats.steps += 1;
         self.stats.compute_us += output.compute_us;
@@ -152,6 +198,9 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             self.stats.misjudged_us += predicted_us.abs_diff(output.compute_us);
         }
         self.stats.computed_tokens += u64::from(plan.input_tokens().0);
+        for later in &mut self.flights {
+            later.plan.resolve(&output);
+        }
         let record = self.scheduler.apply(plan, output);
         fail_point!("before-blocks-are-committed");
         self.write_ledger();
@@ -161,29 +210,37 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         self.journal.commit(record);
         self.stats.commit_ns += computed.elapsed().as_nanos() as u64;
         self.observe(false);
-        Ok(())
     }
 
-    /// The output of `plan`, through as many workers as it takes; `None` where it has taken too many with it.
-    fn execute(&mut self, plan: &StepPlan) -> Result<Option<StepOutput>, WorkersExhausted> {
+    /// Brings up another worker, which is then given the plans that were not applied, or fewer where one of them kills workers.
+    ///
+    /// Any plan that a worker had may have ended it: it may run one while nobody asked for the output of the one before. So a death
+    /// counts for all that it had. They go on one at a time, and only the death of a worker that had a single plan accuses: the one that
+    /// kills does so again, after as many deaths in all as if they had never been out together, and none is accused for what another
+    /// does. (Where workers die only of two plans together, each gets through alone.)
+    fn replace_worker(&mut self, lost: &WorkerLost) -> Result<(), WorkersExhausted> {
+        self.stats.workers_lost += 1;
+        self.deaths += 1;
+        let sent = std::mem::take(&mut self.sent);
+        self.flights.iter_mut().take(sent).for_each(|flight| flight.deaths += 1);
         let most = if self.scheduler.suspects() > 0 { 1 } else { self.config.plan_deaths };
-        for deaths in 1..=most {
-            match self.worker.submit(plan).and_then(|()| self.worker.collect()) {
-                Ok(output) => return Ok(Some(output)),
-                Err(lost) => {
-                    self.stats.workers_lost += 1;
-                    self.deaths += 1;
-                    let rows = plan.rows.len();
-                    warn!(plan = plan.id.0, rows, deaths, reason = lost.reason, "worker lost");
-                    // After the last death the plan is undone first: the next worker is not to know of it.
-                    if deaths < most {
-                        self.recover()?;
-                        fail_point!("before-replay");
-                    }
-                }
+        if let Some(Flight { plan, deaths }) = self.flights.front() {
+            warn!(
+                plan = plan.id.0,
+                sent,
+                rows = plan.rows.len(),
+                deaths,
+                reason = lost.reason,
+                "worker lost"
+            );
+            if sent == 1 && *deaths >= most {
+                // Before another comes up, which is not to know of it.
+                self.accuse();
             }
         }
-        Ok(None)
+        self.recover()?;
+        fail_point!("before-replay");
+        Ok(())
     }
 
     fn recover(&mut self) -> Result<(), WorkersExhausted> {
@@ -194,10 +251,14 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         })
     }
 
-    /// Undoes a plan that kills workers, and starts the next worker without it. What it would have begun, copied or written never
-    /// happened: the worker is told the scheduler's state.
-    fn accuse(&mut self, plan: StepPlan) -> Result<(), WorkersExhausted> {
-        let mut finished = self.scheduler.accuse(plan);
+    /// The oldest plan kills workers: undoes it, and before it those that were made after it, which never ran alone. What they would have
+    /// begun, copied or written never happened: the next worker is told the scheduler's state.
+    fn accuse(&mut self) {
+        let Some(oldest) = self.flights.pop_front() else { return };
+        for later in self.flights.drain(..).rev() {
+            self.scheduler.revert(later.plan);
+        }
+        let mut finished = self.scheduler.accuse(oldest.plan);
         if self.deaths >= self.config.deaths_in_a_row {
             self.deaths = 0;
             finished.extend(self.scheduler.fail_suspects());
@@ -206,7 +267,6 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             error!(%request, "workers die on this request; it fails");
         }
         self.commit_finished(finished);
-        self.recover()
     }
 
     /// Takes every command that waits.

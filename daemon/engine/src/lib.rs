@@ -5,10 +5,12 @@
 //!
 //! ```text
 //! EngineHandle ─Command→ inbox (bounded) ─→ engine thread: drain inbox
-//!                                            schedule → submit ⇉ worker
-//!                                            collect  ⇇ worker
+//!                                            schedule → submit ⇉ worker, up to the depth
+//!                                            collect the oldest ⇇ worker
 //!                                            apply → Journal::commit (durable, then visible)
 //! ```
+//! With a depth of 2 the worker has plan N + 1 before the output of plan N is collected. An input of N + 1 that N draws is named, not known;
+//! what N + 1 computes for a sequence that ended with N is dropped by the scheduler.
 
 mod engine;
 mod handle;

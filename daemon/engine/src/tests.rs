@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use pagedd_core::{Blocks, FinishReason, RequestId, SamplingParams, StepCost, TenantId, TokenId, Tokens};
 use pagedd_sched::{
-    AdmitError, NewRequest, PolicyKind, Restored, RestoredChoice, Sampled, Scheduler, SchedulerConfig,
+    AdmitError, Input, NewRequest, PolicyKind, Restored, RestoredChoice, Sampled, Scheduler, SchedulerConfig,
     SequenceSnapshot, ShareSpec, StepOutput, StepPlan,
 };
 
@@ -24,7 +24,8 @@ type Events = Rc<RefCell<Vec<String>>>;
 /// Answers each sample with the token `position`, and dies when told to.
 struct Scripted {
     events: Events,
-    plan: Option<StepPlan>,
+    /// Those without an answer.
+    plans: VecDeque<StepPlan>,
     /// Whether the next submits end in death.
     deaths: VecDeque<bool>,
     /// Recoveries that succeed before there are no more workers.
@@ -33,8 +34,11 @@ struct Scripted {
 
 impl Worker for Scripted {
     fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost> {
-        self.events.borrow_mut().push(format!("submit {}", plan.id.0));
-        self.plan = Some(plan.clone());
+        let open = plan.rows.iter().flat_map(|row| &row.inputs);
+        let drawn_ahead = open.filter(|input| matches!(input, Input::Sampled { .. })).count();
+        let named = if drawn_ahead > 0 { format!(" with {drawn_ahead} to come") } else { String::new() };
+        self.events.borrow_mut().push(format!("submit {}{named}", plan.id.0));
+        self.plans.push_back(plan.clone());
         Ok(())
     }
 
@@ -42,7 +46,7 @@ impl Worker for Scripted {
         if self.deaths.pop_front() == Some(true) {
             return Err(WorkerLost { reason: "scripted".to_owned() });
         }
-        let plan = self.plan.take().expect("collect follows submit");
+        let plan = self.plans.pop_front().expect("collect follows submit");
         let sampled = plan.rows.iter().flat_map(|row| {
             let position = row.start.0 + row.inputs.len() as u32;
             row.samples.iter().map(move |seq| Sampled {
@@ -58,6 +62,7 @@ impl Worker for Scripted {
     fn recover(&mut self, sequences: Vec<SequenceSnapshot>) -> Result<(), WorkersExhausted> {
         let known: Vec<_> = sequences.iter().map(|s| s.tokens.len()).collect();
         self.events.borrow_mut().push(format!("recover {known:?}"));
+        self.plans.clear();
         self.recoveries =
             self.recoveries.checked_sub(1).ok_or(WorkersExhausted { reason: "scripted".to_owned() })?;
         Ok(())
@@ -167,8 +172,18 @@ fn scheduler() -> Scheduler {
     })
 }
 
-/// Runs `submissions` until `open` of them ended, with a worker that dies as scripted.
+/// Runs `submissions` until all of them ended, with a worker that dies as scripted.
 fn run(
+    submissions: Vec<Submission<&'static str>>,
+    deaths: &[bool],
+    recoveries: usize,
+) -> (Vec<String>, Result<(), WorkersExhausted>) {
+    run_at(1, submissions, deaths, recoveries)
+}
+
+/// The same with so many plans in flight.
+fn run_at(
+    depth: usize,
     submissions: Vec<Submission<&'static str>>,
     deaths: &[bool],
     recoveries: usize,
@@ -183,10 +198,10 @@ fn run(
     for submission in submissions {
         handle.send(Command::Submit(Box::new(submission))).map_err(|(full, _)| full).expect("room");
     }
-    let worker =
-        Scripted { events: events.clone(), plan: None, deaths: deaths.iter().copied().collect(), recoveries };
+    let (plans, deaths) = (VecDeque::new(), deaths.iter().copied().collect());
+    let worker = Scripted { events: events.clone(), plans, deaths, recoveries };
     let journal = Recorder { events: events.clone(), handle, open };
-    let config = EngineConfig { observe_every: Duration::ZERO, ..EngineConfig::default() };
+    let config = EngineConfig { observe_every: Duration::ZERO, depth, ..EngineConfig::default() };
     let result = Engine::new(config, commands, scheduler, worker, journal, Silent, Instant::now()).run();
     (events.take(), result)
 }
@@ -219,6 +234,49 @@ fn a_plan_outlives_its_worker_and_the_next_one_knows_every_sequence() {
         "recover [5]",
         "submit 2",
         "token 5",
+        "finished length",
+    ];
+    assert_eq!(events, expected);
+}
+
+#[test]
+fn with_two_plans_in_flight_the_next_is_submitted_before_the_last_is_collected() {
+    let (events, result) = run_at(2, vec![Submission { request: request(4, 3), ticket: "a" }], &[], 0);
+    assert_eq!(result, Ok(()));
+    let expected = [
+        "admitted a",
+        "submit 1",
+        "submit 2 with 1 to come",
+        "token 4",
+        "submit 3 with 1 to come",
+        "token 5",
+        "token 6",
+        "finished length",
+    ];
+    assert_eq!(events, expected);
+}
+
+#[test]
+fn plans_that_a_worker_was_lost_with_go_on_one_by_one_with_what_is_known_by_then() {
+    let (events, result) =
+        run_at(2, vec![Submission { request: request(4, 5), ticket: "a" }], &[false, true], 1);
+    assert_eq!(result, Ok(()));
+    let expected = [
+        "admitted a",
+        "submit 1",
+        "submit 2 with 1 to come",
+        "token 4",
+        "submit 3 with 1 to come",
+        // The worker had plans 2 and 3.
+        "recover [5]",
+        "submit 2",
+        "token 5",
+        "submit 3",
+        "token 6",
+        "submit 4",
+        "submit 5 with 1 to come",
+        "token 7",
+        "token 8",
         "finished length",
     ];
     assert_eq!(events, expected);
@@ -279,7 +337,8 @@ fn tell(commands: Vec<Command<&'static str>>, open: usize) -> Vec<String> {
     for command in commands {
         handle.send(command).map_err(|(full, _)| full).expect("room");
     }
-    let worker = Scripted { events: events.clone(), plan: None, deaths: VecDeque::new(), recoveries: 0 };
+    let (plans, deaths) = (VecDeque::new(), VecDeque::new());
+    let worker = Scripted { events: events.clone(), plans, deaths, recoveries: 0 };
     let journal = Recorder { events: events.clone(), handle, open };
     let engine =
         Engine::new(EngineConfig::default(), inbox, scheduler(), worker, journal, Silent, Instant::now());

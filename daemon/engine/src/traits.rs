@@ -24,20 +24,20 @@ pub struct WorkersExhausted {
 
 /// Runs plans, in order. A worker has no policy, and all it knows of sequences is soft.
 pub trait Worker {
-    /// Hands a plan over without waiting for it.
+    /// Hands a plan over without waiting for it, nor for those before it.
     ///
     /// # Errors
     /// The worker is lost; the plan may or may not have run.
     fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost>;
 
-    /// Waits for the output of the oldest submitted plan.
+    /// Waits for the output of the oldest plan that was submitted and not collected.
     ///
     /// # Errors
     /// The worker is lost, also when it missed the step's deadline.
     fn collect(&mut self) -> Result<StepOutput, WorkerLost>;
 
     /// Proves the old worker gone, brings up another on the same arenas, and tells it the live sequences. The caller then
-    /// submits every plan that was not applied, in order.
+    /// submits every plan that was not applied, in order, all at once or one after the other.
     ///
     /// # Errors
     /// No worker could be had within the bounds of the supervisor.

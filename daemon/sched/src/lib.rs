@@ -20,7 +20,8 @@
 //! ```
 //! * At most a few plans are in flight (1 in the plain loop, 2 in the overlapped one); nothing here limits their number.
 //! * `revert` takes the newest plan in flight, never an older one.
-//! * After a worker's death: `snapshot()` into `Resync`, then all unapplied plans, oldest first, as they are kept.
+//! * After a worker's death: `snapshot()` into `Resync`, then all unapplied plans, oldest first, as they are kept; or each once the one
+//!   before it was applied.
 //! * A plan that kills its workers: `accuse(plan)`, later plans in flight being reverted first, then `snapshot()` into `Resync`.
 //! * Where there is a ledger of the arena: `watch_blocks()` at the start, `take_ledger_changes()` into it before each plan is sent and
 //!   after each `apply`.

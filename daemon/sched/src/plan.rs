@@ -3,6 +3,8 @@
 //! **Owns** nothing: block ids here are names, the leases stay with the scheduler until the plan is applied or reverted.
 //! The types mirror those of the worker protocol field by field.
 
+use std::collections::BTreeMap;
+
 use pagedd_core::{BlockId, PlanId, SamplingParams, SequenceId, StepCost, TokenId, Tokens};
 
 use crate::budget::Load;
@@ -25,13 +27,19 @@ pub struct StepPlan {
 impl StepPlan {
     /// Replaces inputs that `output` has drawn by the tokens themselves. To be done to every later plan in flight before
     /// `output` is applied, so that it can be sent again after its predecessor is gone.
+    ///
+    /// Where a draw is missing, its request fails, and nobody reads what is computed from it: any token stands for it, since a worker
+    /// that is sent this plan alone would not know what to make of its name.
     pub fn resolve(&mut self, output: &StepOutput) {
+        let mut drawn = BTreeMap::new();
+        for sampled in &output.sampled {
+            drawn.entry(sampled.seq).or_insert(sampled.token);
+        }
         for input in self.rows.iter_mut().flat_map(|row| &mut row.inputs) {
             if let Input::Sampled { plan, seq } = *input
                 && plan == output.plan
-                && let Some(sampled) = output.sampled.iter().find(|sampled| sampled.seq == seq)
             {
-                *input = Input::Known(sampled.token);
+                *input = Input::Known(drawn.get(&seq).copied().unwrap_or(TokenId(0)));
             }
         }
     }

@@ -1,8 +1,11 @@
 //! Daemon ⇄ worker.
 //!
 //! A worker is a function of (arenas, plans). It starts with [`ToWorker::Hello`], answers [`FromWorker::Ready`] (after an
-//! [`FromWorker::Arena`] for each arena that it made itself), and then one [`FromWorker::Output`] per [`ToWorker::Plan`], in
-//! order. Everything a worker knows about sequences is soft: [`ToWorker::Resync`] replaces all of it.
+//! [`FromWorker::Arena`] for each arena that it made itself), and then runs each [`ToWorker::Plan`], in order. Everything a worker
+//! knows about sequences is soft: [`ToWorker::Resync`] replaces all of it.
+//!
+//! A plan's [`FromWorker::Output`] comes when [`ToWorker::Collect`] asks for it. So the daemon can send a plan while an earlier one is
+//! computed, up to [`MOST_IN_FLIGHT`] without an answer, and neither side ever writes while the other one does: whoever waits, reads.
 //!
 //! Running a plan twice leaves the same arenas and gives the same output: table updates are absolute, block copies are bounded
 //! by filled tokens, and a filled position is only ever written again with the same bits.
@@ -18,11 +21,16 @@ pub enum ToWorker {
     Hello(Hello),
     /// Forget every sequence; these are the live ones.
     Resync(Vec<SequenceState>),
-    /// Run this.
+    /// Run this, after the plans before it. At most [`MOST_IN_FLIGHT`] have no answer.
     Plan(Plan),
+    /// Answer the oldest plan that has no answer, once it has run. There is one.
+    Collect,
     /// Exit cleanly. (End of file does the same.)
     Shutdown,
 }
+
+/// Most plans without an answer.
+pub const MOST_IN_FLIGHT: usize = 2;
 
 /// What to load, and on what.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -273,7 +281,7 @@ pub enum FromWorker {
     },
     /// Ready for plans.
     Ready(Box<ModelInfo>),
-    /// What a plan gave.
+    /// What the oldest plan without an answer gave; the daemon asked for it.
     Output(Output),
     /// The worker exits; this is why. A model that cannot be loaded ends here, with the tensor or key named.
     Failed {

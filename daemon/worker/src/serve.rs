@@ -2,13 +2,14 @@
 //!
 //! **Owns** the conversation with the daemon. **Never** computes: that is [`ModelRunner`]'s.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 #[cfg(feature = "failpoints")]
 use pagedd_wire::worker::Input;
-use pagedd_wire::worker::{Arena, FromWorker, Hello, Plan, ToWorker};
+use pagedd_wire::worker::{Arena, FromWorker, Hello, MOST_IN_FLIGHT, Plan, ToWorker};
 use pagedd_wire::{Channel, ChannelError, PROTOCOL};
 
 use crate::batch::PlanError;
@@ -83,18 +84,32 @@ fn converse(channel: &mut Channel) -> Result<(), ServeError> {
     let hello = match channel.recv()? {
         ToWorker::Hello(hello) => hello,
         ToWorker::Shutdown => return Ok(()),
-        ToWorker::Resync(_) | ToWorker::Plan(_) => {
+        ToWorker::Resync(_) | ToWorker::Plan(_) | ToWorker::Collect => {
             return Err(ServeError::Protocol("the first frame is no hello".to_owned()));
         }
     };
     let mut runner = start(channel, &hello)?;
+    // Of plans that have run, until they are asked for.
+    let mut outputs = VecDeque::new();
     loop {
         match channel.recv()? {
             ToWorker::Plan(plan) => {
+                if outputs.len() == MOST_IN_FLIGHT {
+                    let text = format!("plan {} comes while {MOST_IN_FLIGHT} have no answer", plan.id);
+                    return Err(ServeError::Protocol(text));
+                }
                 plan_point(&plan);
                 point("worker-plan");
                 let output = guarded("running a plan", || runner.run(&plan))?
                     .map_err(|error| ServeError::Plan { plan: plan.id, error })?;
+                outputs.push_back(output);
+            }
+            ToWorker::Collect => {
+                let Some(output) = outputs.pop_front() else {
+                    return Err(ServeError::Protocol(
+                        "it collects, and every plan has its answer".to_owned(),
+                    ));
+                };
                 point("worker-output");
                 channel.send(&FromWorker::Output(output), &[])?;
             }

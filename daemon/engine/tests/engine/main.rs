@@ -3,6 +3,7 @@
 
 mod bench;
 mod killers;
+mod overlap;
 mod restart;
 #[allow(dead_code, reason = "the scheduler's tests use more of it")]
 #[path = "../../../sched/tests/sched/worker.rs"]

@@ -1,7 +1,7 @@
 //! Promises that a scenario would not show.
 
-use pagedd_core::{Blocks, FinishReason, TenantId};
-use pagedd_sched::{AdmitError, NewRequest, StepOutput};
+use pagedd_core::{Blocks, FinishReason, StepCost, TenantId};
+use pagedd_sched::{AdmitError, Input, NewRequest, StepOutput};
 
 use crate::bench::{Bench, config, id, request, share};
 
@@ -44,6 +44,55 @@ fn an_output_that_lacks_a_token_fails_that_request() {
     bench.flying[0].1.sampled.clear();
     bench.apply();
     assert_eq!(bench.ends(id(1))[0].reason, FinishReason::Failed);
+    bench.finish();
+}
+
+#[test]
+fn a_plan_behind_a_draw_that_is_missing_can_be_sent_to_a_worker_that_knows_no_draws() {
+    let mut bench = Bench::new(config(32, 4), 2).tenant(0, 0, 32);
+    bench.admit(request(1, 0, 10, 8)).unwrap();
+    bench.admit(request(2, 0, 10, 8)).unwrap();
+    bench.plan();
+    bench.plan();
+    let lost = bench.flying[0].0.rows[0].seq;
+    bench.flying[0].1.sampled.retain(|sampled| sampled.seq != lost);
+    bench.broken.push(id(1));
+    bench.apply();
+    assert_eq!(bench.ends(id(1))[0].reason, FinishReason::Failed);
+    bench.worker.respawn(bench.scheduler.snapshot());
+    let (plan, _) = bench.flying.pop_front().unwrap();
+    assert!(plan.rows.iter().any(|row| row.seq == lost), "the plan behind has the same rows");
+    let again = bench.worker.run(&plan);
+    bench.flying.push_front((plan, again));
+    bench.finish();
+    assert_eq!(bench.ends(id(2))[0].reason, FinishReason::Length);
+}
+
+#[test]
+fn while_a_sequence_tries_guesses_the_others_go_ahead_without_it() {
+    let mut config = config(32, 4);
+    config.prompt_lookup = true;
+    // Whatever can be guessed is tried.
+    config.cost = StepCost { body_us: [1.0; StepCost::SIZES.len()], ..StepCost::UNKNOWN };
+    let mut bench = Bench::new(config, 2).tenant(0, 0, 16).tenant(1, 0, 16);
+    bench.scheduler.set_prompt_lookup(TenantId(1), Some(false));
+    bench.admit(request(1, 0, 10, 40)).unwrap();
+    bench.admit(request(2, 1, 10, 40)).unwrap();
+    let mut guessed = 0;
+    while bench.ends(id(1)).is_empty() {
+        bench.plan();
+        let guessing: Vec<_> =
+            bench.flying[0].0.rows.iter().filter(|row| row.drafts > 0).map(|row| row.seq).collect();
+        if let [guessing] = guessing[..] {
+            guessed += 1;
+            let ahead = bench.plan().expect("the other one goes on").clone();
+            assert!(ahead.rows.iter().all(|row| row.seq != guessing), "{ahead:?}");
+            assert!(matches!(ahead.rows[0].inputs[..], [Input::Sampled { .. }]), "{ahead:?}");
+            bench.apply();
+        }
+        bench.apply();
+    }
+    assert!(guessed > 2, "{guessed} plans with guesses");
     bench.finish();
 }
 

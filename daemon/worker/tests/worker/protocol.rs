@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use pagedd_core::TensorType;
 use pagedd_model::testing::{GgufValue, TinyModel, gguf_writer};
 use pagedd_wire::PROTOCOL;
-use pagedd_wire::worker::{Arena, Dtype, FromWorker, Hello, ModelInfo, Output, Plan, ToWorker};
+use pagedd_wire::worker::{
+    Arena, Dtype, FromWorker, Hello, MOST_IN_FLIGHT, ModelInfo, Output, Plan, ToWorker,
+};
 use pagedd_wire::{Channel, ChannelError};
 use pagedd_worker::ModelRunner;
 
@@ -87,6 +89,12 @@ impl Worker {
 
     fn run(&mut self, plan: &Plan) -> Output {
         self.send(&ToWorker::Plan(plan.clone()));
+        self.collect()
+    }
+
+    /// The output of the oldest plan that has no answer.
+    fn collect(&mut self) -> Output {
+        self.send(&ToWorker::Collect);
         match self.recv() {
             FromWorker::Output(output) => output,
             other => panic!("{other:?}"),
@@ -252,6 +260,50 @@ fn a_bad_plan_ends_the_worker_with_its_reason() {
     plan.rows[1].table.blocks[0] = 5000;
     worker.send(&ToWorker::Plan(plan));
     assert_eq!(worker.failed(), ("plan 1: block 5000 of 1024".to_owned(), false));
+}
+
+#[test]
+fn a_plan_is_taken_while_another_has_no_answer_and_each_is_answered_when_it_is_asked_for() {
+    let (_dir, path) = tiny(&TinyModel::default());
+    let mut runner = load(&hello(&path, Dtype::Auto));
+    let mut driver = driver(&runner, 10);
+    let mut history = Vec::new();
+    while let Some(plan) = driver.plan() {
+        let output = runner.run(&plan).unwrap();
+        driver.apply(&plan, &output);
+        history.push((plan, output));
+    }
+    let mut worker = Worker::start();
+    worker.hello(&hello(&path, Dtype::Auto), None, None).unwrap();
+    let mut plans = history.iter().map(|(plan, _)| ToWorker::Plan(plan.clone()));
+    worker.send(&plans.next().unwrap());
+    for (plan, expected) in &history {
+        if let Some(next) = plans.next() {
+            worker.send(&next);
+        }
+        let output = worker.collect();
+        assert_eq!(output.plan, plan.id);
+        assert_eq!(Output { compute_us: 0, ..output }, Output { compute_us: 0, ..expected.clone() });
+    }
+}
+
+#[test]
+fn more_plans_than_agreed_and_a_question_for_no_plan_are_refused() {
+    let (_dir, path) = tiny(&TinyModel::default());
+    let mut worker = Worker::start();
+    worker.hello(&hello(&path, Dtype::Auto), None, None).unwrap();
+    for id in 1..=MOST_IN_FLIGHT as u64 + 1 {
+        worker.send(&ToWorker::Plan(Plan { id, ..Plan::default() }));
+    }
+    let (error, _) = worker.failed();
+    assert!(error.contains("plan 3 comes while 2 have no answer"), "{error}");
+
+    let mut worker = Worker::start();
+    worker.hello(&hello(&path, Dtype::Auto), None, None).unwrap();
+    worker.run(&Plan { id: 1, ..Plan::default() });
+    worker.send(&ToWorker::Collect);
+    let (error, _) = worker.failed();
+    assert!(error.contains("it collects, and every plan has its answer"), "{error}");
 }
 
 #[test]
