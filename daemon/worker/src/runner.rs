@@ -68,6 +68,18 @@ pub enum RunError {
     Fd(io::Error),
 }
 
+impl RunError {
+    /// Whether another worker could do better with the same plan.
+    pub fn retry(&self) -> bool {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Gpu(_) | Self::ArenaInUse => true,
+            Self::Arena(_) | Self::Fd(_) => true,
+            Self::Plan(_) | Self::Kernel(_) | Self::NothingOut => false,
+        }
+    }
+}
+
 /// An arena as the daemon keeps it.
 #[derive(Debug)]
 pub struct ArenaFd {

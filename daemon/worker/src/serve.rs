@@ -53,7 +53,8 @@ impl ServeError {
         match self {
             Self::Load(error) => error.retry(),
             Self::Panic(_) | Self::Channel(_) | Self::Arena(_) => true,
-            Self::Protocol(_) | Self::Plan { .. } | Self::Resync(_) => false,
+            Self::Plan { error, .. } => error.retry(),
+            Self::Protocol(_) | Self::Resync(_) => false,
         }
     }
 }
@@ -89,27 +90,29 @@ fn converse(channel: &mut Channel) -> Result<(), ServeError> {
         }
     };
     let mut runner = start(channel, &hello)?;
-    // Of plans that have run, until they are asked for.
-    let mut outputs = VecDeque::new();
+    // Plans that have no answer.
+    let mut out = VecDeque::new();
     loop {
         match channel.recv()? {
             ToWorker::Plan(plan) => {
-                if outputs.len() == MOST_IN_FLIGHT {
+                if out.len() == MOST_IN_FLIGHT {
                     let text = format!("plan {} comes while {MOST_IN_FLIGHT} have no answer", plan.id);
                     return Err(ServeError::Protocol(text));
                 }
                 plan_point(&plan);
                 point("worker-plan");
-                let output = guarded("running a plan", || runner.run(&plan))?
+                guarded("running a plan", || runner.submit(&plan))?
                     .map_err(|error| ServeError::Plan { plan: plan.id, error })?;
-                outputs.push_back(output);
+                out.push_back(plan.id);
             }
             ToWorker::Collect => {
-                let Some(output) = outputs.pop_front() else {
+                let Some(plan) = out.pop_front() else {
                     return Err(ServeError::Protocol(
                         "it collects, and every plan has its answer".to_owned(),
                     ));
                 };
+                let output = guarded("running a plan", || runner.collect())?
+                    .map_err(|error| ServeError::Plan { plan, error })?;
                 point("worker-output");
                 channel.send(&FromWorker::Output(output), &[])?;
             }
