@@ -108,7 +108,7 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
             model: name.clone(),
             program: around.programs.join("pagedd-worker"),
             hello: settings::hello(config),
-            env: around.env.clone(),
+            env: around.env.iter().cloned().chain(settings::device_env(config.device)).collect(),
         },
         around.store.clone(),
         state_sender,

@@ -15,6 +15,7 @@ pub mod gpu;
 pub mod load;
 pub mod memory;
 pub mod numa;
+pub mod plan;
 pub mod runner;
 pub mod sample;
 pub mod selfcheck;
