@@ -90,6 +90,9 @@ pub fn measure(yaml: &str, mix: Mix<'_>, seed: u64, kills: usize) {
             if victim == Victim::Daemon {
                 ready.push(until_ready(&tenants[0], death));
             }
+            if deaths.len().is_multiple_of(20) {
+                eprintln!("{} of {} kills", deaths.len(), 2 * kills);
+            }
         }
         streams.go_on();
         streams.stop.store(true, Ordering::Relaxed);

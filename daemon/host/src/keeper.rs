@@ -56,8 +56,10 @@ pub struct Patience {
     pub good_run: Duration,
     /// Wait before the second restart in a row; the first is immediate, and each later wait doubles.
     pub first_delay: Duration,
-    /// Longest wait.
+    /// Longest wait after a daemon that never was ready.
     pub longest_delay: Duration,
+    /// Longest wait after one that was: what kills it again and again is not its start, and between its ends it serves.
+    pub longest_after_ready: Duration,
     /// How long a daemon may take to stop, unless it asks for more, before it is killed.
     pub stop: Duration,
 }
@@ -69,6 +71,7 @@ impl Default for Patience {
             good_run: Duration::from_secs(2),
             first_delay: Duration::from_millis(100),
             longest_delay: Duration::from_secs(10),
+            longest_after_ready: Duration::from_secs(1),
             stop: Duration::from_secs(90),
         }
     }
@@ -131,6 +134,8 @@ struct Keeper {
     lifeline: Option<OwnedFd>,
     /// Some daemon of this keeper's was ready once.
     was_ready: bool,
+    /// The last one started was.
+    is_ready: bool,
     /// Told to stop; the daemon is killed then.
     stop_by: Option<Instant>,
 }
@@ -156,6 +161,7 @@ impl Keeper {
             held: Vec::new(),
             lifeline: None,
             was_ready: false,
+            is_ready: false,
             stop_by: None,
         })
     }
@@ -163,6 +169,7 @@ impl Keeper {
     fn keep(&mut self) -> Result<u8, KeeperError> {
         loop {
             let started = Instant::now();
+            self.is_ready = false;
             match self.start() {
                 Ok(child) => {
                     info!(pid = child.pid(), fds = self.held.len(), "daemon started");
@@ -175,7 +182,7 @@ impl Keeper {
                 Err(error) if self.was_ready => warn!(%error, "daemon could not be restarted"),
                 Err(error) => return Err(error),
             }
-            let delay = self.backoff.next(started.elapsed());
+            let delay = self.backoff.next(started.elapsed(), self.is_ready);
             if self.rest(delay)? {
                 return Ok(0);
             }
@@ -264,7 +271,7 @@ impl Keeper {
 
     fn hear(&mut self, told: Told) {
         match told {
-            Told::Ready => self.was_ready = true,
+            Told::Ready => (self.was_ready, self.is_ready) = (true, true),
             Told::Status(line) => info!(status = line, "daemon"),
             Told::ExtendTimeout(by) => {
                 // Only ever later, and only where a stop is in progress.
@@ -364,14 +371,14 @@ impl Backoff {
         Self { patience, delay: Duration::ZERO }
     }
 
-    /// How long to wait, after a run of `ran`.
-    fn next(&mut self, ran: Duration) -> Duration {
-        let Patience { good_run, first_delay, longest_delay, .. } = self.patience;
+    /// How long to wait, after a run of `ran` in which the daemon was `ready` or not.
+    fn next(&mut self, ran: Duration, ready: bool) -> Duration {
+        let Patience { good_run, first_delay, longest_delay, longest_after_ready, .. } = self.patience;
         if ran >= good_run {
             self.delay = Duration::ZERO;
         }
         let delay = self.delay;
         self.delay = (delay * 2).max(first_delay).min(longest_delay);
-        delay
+        if ready { delay.min(longest_after_ready) } else { delay }
     }
 }

@@ -10,13 +10,23 @@ fn the_first_restart_is_immediate_and_later_ones_wait_longer_up_to_a_bound() {
         good_run: Duration::from_secs(20),
         first_delay: Duration::from_millis(100),
         longest_delay: Duration::from_millis(700),
+        longest_after_ready: Duration::from_millis(300),
         stop: Duration::ZERO,
     };
     let mut backoff = Backoff::new(patience);
-    let delays: Vec<_> = (0..6).map(|_| backoff.next(Duration::ZERO).as_millis()).collect();
-    assert_eq!(delays, [0, 100, 200, 400, 700, 700]);
-    assert_eq!(backoff.next(Duration::from_secs(20)), Duration::ZERO, "a good run is forgiven its end");
-    assert_eq!(backoff.next(Duration::from_secs(19)).as_millis(), 100);
+    let mut delays = |ready| -> Vec<_> {
+        backoff.next(Duration::from_secs(20), ready);
+        (0..5).map(|_| backoff.next(Duration::ZERO, ready).as_millis()).collect()
+    };
+    assert_eq!(delays(false), [100, 200, 400, 700, 700]);
+    assert_eq!(delays(true), [100, 200, 300, 300, 300], "what was ready is followed sooner");
+    assert_eq!(
+        backoff.next(Duration::from_secs(20), false),
+        Duration::ZERO,
+        "a good run is forgiven its end"
+    );
+    assert_eq!(backoff.next(Duration::from_secs(19), false).as_millis(), 100);
+    assert_eq!(Backoff::new(patience).next(Duration::ZERO, false), Duration::ZERO);
 }
 
 #[test]

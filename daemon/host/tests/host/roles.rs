@@ -137,6 +137,7 @@ pub fn play(role: &str, args: &[&str]) -> ExitCode {
                 good_run: Duration::from_hours(1),
                 first_delay: ms(first_delay_ms),
                 longest_delay: ms(first_delay_ms),
+                longest_after_ready: ms(first_delay_ms),
                 stop: ms(stop_ms),
             };
             let args = ["role", "puppet", socket].map(OsString::from).to_vec();
