@@ -64,10 +64,15 @@ impl KvRequest {
             block_bytes,
             max_num_seqs: hello.max_num_seqs,
             max_model_len: hello.max_model_len.map_or(context, |limit| limit.min(context)),
-            auto_percent: match hello.device {
-                Device::Cpu => 25,
-                Device::Cuda { .. } => 90,
-            },
+            auto_percent: Self::auto_percent_of(hello.device),
+        }
+    }
+
+    /// What `auto` takes of what is available on a device, in per cent.
+    pub fn auto_percent_of(device: Device) -> u64 {
+        match device {
+            Device::Cpu => 25,
+            Device::Cuda { .. } => 90,
         }
     }
 

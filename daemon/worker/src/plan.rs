@@ -156,6 +156,7 @@ impl Sum {
             block_bytes: layout.block_stride() as u64,
             max_num_seqs: options.max_num_seqs,
             max_model_len: options.max_model_len.map_or(context, |limit| limit.min(context)),
+            auto_percent: KvRequest::auto_percent_of(options.device),
         };
         let free = free.map(|free| free.saturating_sub(options.taken));
         Ok(Self {
