@@ -86,6 +86,10 @@ bench-crash: build model ## How long clients wait when a worker or the daemon di
 cuda-toolchain: ## Fetch the compiler for GPU kernels (no root, no GPU; 271 MB, once, into .cache)
 	@scripts/cuda_toolchain.sh
 
+.PHONY: gpu-bundle
+gpu-bundle: tools cuda-toolchain model ## One folder that checks and measures on a bare GPU host, into target/gpu-bundle (scripts/gpu_bundle.sh says more)
+	@scripts/gpu_bundle.sh $(ARGS)
+
 .PHONY: cuda-kernels
 cuda-kernels: tools cuda-toolchain ## Compile the GPU kernels; lints and tests of the GPU side that need no GPU
 	cargo clippy --locked --package pagedd-kernels --package pagedd-worker --features pagedd-kernels/cuda,pagedd-worker/cuda --all-targets -- -D warnings

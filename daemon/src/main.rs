@@ -8,6 +8,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`start`] | from the command line to a running daemon |
+//! | [`bench`] | the engine by itself, measured |
 //! | [`drain`] | the end of admission, and of the daemon |
 //! | [`daemon`] | the task that owns tenants and control.db, and carries out admin commands |
 //! | [`admin`] | the admin socket |
@@ -28,6 +29,7 @@
 mod admin;
 mod arenas;
 mod backoff;
+mod bench;
 mod blocks;
 mod checkpoint;
 mod child;

@@ -17,6 +17,8 @@ use pagedd_engine::{
     Engine, EngineConfig, EngineHandle, EngineStats, Inbox, Journal, Observer, StepRecord, inbox,
 };
 use pagedd_host::fdstore::FdStore;
+use pagedd_host::shared::SharedMemory;
+use pagedd_kv::Ledger;
 use pagedd_sched::{AdmitError, PolicyKind, Scheduler, SchedulerConfig};
 use pagedd_wire::worker::{Device, MOST_DRAFTS, MOST_IN_FLIGHT, ModelInfo};
 use tokio::sync::{mpsc, watch};
@@ -30,7 +32,7 @@ use crate::template::{TemplateHandle, TemplateSpec};
 use crate::worker::{Environment, ModelState, WorkerProcess, WorkerSpec};
 
 /// Commands that may wait for an engine: a step's worth of submissions and cancels.
-const INBOX: usize = 4096;
+pub const INBOX: usize = 4096;
 
 /// A model as everyone but its engine sees it.
 pub struct Model {
@@ -103,16 +105,7 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
         env: around.env.clone(),
     })?;
     let start = Instant::now();
-    let worker = WorkerProcess::new(
-        WorkerSpec {
-            model: name.clone(),
-            program: around.programs.join("pagedd-worker"),
-            hello: settings::hello(config),
-            env: around.env.iter().cloned().chain(settings::device_env(config.device)).collect(),
-        },
-        around.store.clone(),
-        state_sender,
-    );
+    let worker = worker(config, around, state_sender);
     let model = Arc::new(Model {
         id,
         name: name.clone(),
@@ -135,6 +128,40 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
     Ok(Started { model, thread, go })
 }
 
+/// A model's worker, which has not started.
+pub fn worker(config: &Settings, around: &Surroundings, state: watch::Sender<ModelState>) -> WorkerProcess {
+    let spec = WorkerSpec {
+        model: config.name.to_string(),
+        program: around.programs.join("pagedd-worker"),
+        hello: settings::hello(config),
+        env: around.env.iter().cloned().chain(settings::device_env(config.device)).collect(),
+    };
+    WorkerProcess::new(spec, around.store.clone(), state)
+}
+
+/// What an engine needs of a worker that is up.
+pub struct Loaded {
+    /// For its pool.
+    pub scheduler: Scheduler,
+    /// The ledger of its KV arena, and what copies are made from, where there is memory for them.
+    pub ledger: Option<(Ledger<SharedMemory>, Shelf)>,
+}
+
+/// Prepares an engine for a worker that loaded `info`, on an arena that begins with `seed`.
+pub fn load(
+    worker: &mut WorkerProcess,
+    config: &Settings,
+    info: &ModelInfo,
+    cache_key: [u8; 32],
+    seed: &Seed,
+) -> Loaded {
+    let scheduler = Scheduler::new(scheduler_config(config, info, cache_key));
+    let ledger = worker.ledger(info, cache_key, seed).inspect_err(|error| {
+        warn!(model = config.name.as_str(), %error, "what is in the KV arena will not be known after a restart");
+    });
+    Loaded { scheduler, ledger: ledger.ok() }
+}
+
 /// The engine's thread.
 fn run(
     mut worker: WorkerProcess,
@@ -154,21 +181,15 @@ fn run(
     };
     // Where nothing comes, the daemon does not start.
     let Ok(Go { cache_key, recorder, seed }) = go.recv() else { return };
-    let scheduler = Scheduler::new(scheduler_config(config, &info, cache_key));
     info!(model = config.name.as_str(), blocks = info.blocks, block_size = info.block_size, "engine runs");
-    let ledger = worker.ledger(&info, cache_key, &seed);
+    let Loaded { scheduler, ledger } = load(&mut worker, config, &info, cache_key, &seed);
     drop(seed);
     let journal = RecorderJournal { recorder };
-    let engine_config = EngineConfig { depth: depth(worker.device()), ..EngineConfig::default() };
+    let engine_config = engine_config(&worker);
     let mut engine = Engine::new(engine_config, commands, scheduler, worker, journal, observer, start);
-    match ledger {
-        Ok((ledger, copies)) => {
-            shelf.get_or_init(|| copies);
-            engine = engine.with_ledger(Box::new(ledger));
-        }
-        Err(error) => {
-            warn!(model = config.name.as_str(), %error, "what is in the KV arena will not be known after a restart");
-        }
+    if let Some((ledger, copies)) = ledger {
+        shelf.get_or_init(|| copies);
+        engine = engine.with_ledger(Box::new(ledger));
     }
     match engine.run() {
         Ok(()) => info!(model = config.name.as_str(), "engine ended"),
@@ -176,6 +197,11 @@ fn run(
             error!(model = config.name.as_str(), error = exhausted.reason, "engine ended without a worker");
         }
     }
+}
+
+/// How an engine goes on with a worker.
+pub fn engine_config(worker: &WorkerProcess) -> EngineConfig {
+    EngineConfig { depth: depth(worker.device()), ..EngineConfig::default() }
 }
 
 /// Plans that a worker has at a time. A GPU is given the next one before it is done, so that it never waits for the host. The CPU would gain

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use std::{fmt, fs};
 
 use anyhow::Context;
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use pagedd_config::{ComputeDtype, Config, ConfigError, Device, Fsync, KvDtype, LogFormat, Overrides};
 use pagedd_control::{DrainState, Supervisor, Walls};
 use pagedd_core::TenantId;
@@ -35,6 +35,7 @@ use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 
 use crate::admin::AdminSocket;
+use crate::bench;
 use crate::checkpoint::Checkpoints;
 use crate::daemon::{Daemon, Db, Facts, watch_model};
 use crate::drain::Ending;
@@ -62,8 +63,10 @@ Exit codes:
 
 /// Serves large language models to many tenants, each on its own port.
 #[derive(Parser, Debug)]
-#[command(name = "pagedd", version, about, after_help = AFTER_HELP)]
+#[command(name = "pagedd", version, about, after_help = AFTER_HELP, args_conflicts_with_subcommands = true)]
 struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
     /// Configuration file [default: /etc/pagedd/pagedd.yaml if it exists]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -76,6 +79,13 @@ struct Cli {
     /// Start from the checkpoint in this directory, in the place of the present state, which is kept aside
     #[arg(long, value_name = "PATH")]
     reload_checkpoint: Option<PathBuf>,
+}
+
+/// What else the program can do.
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Measures the engine of a model by itself: no port, no database
+    Bench(bench::Options),
 }
 
 fn dtype(text: &str) -> Result<ComputeDtype, String> {
@@ -116,6 +126,9 @@ impl From<ConfigError> for Failure {
 /// The program.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
+    if let Some(Command::Bench(options)) = &cli.command {
+        return bench::main(options);
+    }
     let config = match load(&cli) {
         Ok(config) => config,
         Err(failure) => return fail(&failure),
@@ -238,7 +251,8 @@ fn state_failure(error: &DbError) -> Failure {
     Failure::new(exit::STATE_DIR, error)
 }
 
-fn start_log(config: &Config) {
+/// Logs to stderr, as configured.
+pub fn start_log(config: &Config) {
     let filter = EnvFilter::try_new(config.log.level.to_string()).unwrap_or_else(|_| EnvFilter::new("info"));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     match config.log.format {
@@ -274,7 +288,10 @@ fn programs() -> anyhow::Result<PathBuf> {
 }
 
 /// What models are started with.
-fn surroundings(config: &Config, store: Arc<FdStore>) -> anyhow::Result<Surroundings> {
+///
+/// # Errors
+/// A program is not installed.
+pub fn surroundings(config: &Config, store: Arc<FdStore>) -> anyhow::Result<Surroundings> {
     Ok(Surroundings {
         programs: programs()?,
         store,

@@ -93,36 +93,48 @@ class Server:
             self.process.wait()
 
 
+def built():
+    """Where `make build` puts the programs."""
+    return pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
+
+
+def pagedd(binaries, work, model, lines, limit=180, cgroup=None, environment=None):
+    """Starts pagedd with one model, whose section of the configuration has `lines`, and one tenant; and what asks `pagedctl`."""
+    if not (binaries / "pagedd").exists():
+        die(f"{binaries / 'pagedd'} is missing; build it: make build")
+    config, state = work / "pagedd.yaml", work / "state"
+    config.write_text(f"models:\n  {model}:\n" + "".join(f"    {line}\n" for line in lines), encoding="utf8")
+    server = Server([binaries / "pagedd", "--config", config, "--state-dir", state], work, cgroup=cgroup, environment=environment)
+
+    def ctl(*arguments):
+        command = [binaries / "pagedctl", "--socket", state / "admin.sock", "--json", *arguments]
+        done = subprocess.run([str(c) for c in command], capture_output=True, check=False)
+        return json.loads(done.stdout) if done.returncode == 0 else None
+
+    def ready():
+        states = [m["state"]["is"] for m in (ctl("status") or {"models": []})["models"]]
+        if "failed" in states:
+            server.process.terminate()
+        return states == ["ready"]
+
+    server.wait(ready, limit)
+    port = free_port()
+    if ctl("tenant", "add", "bench", "--port", str(port), "--no-auth") is None:
+        server.stop()
+        die("pagedctl tenant add failed")
+    server.base = f"http://127.0.0.1:{port}"
+    server.wait(lambda: answers(f"{server.base}/readyz"))
+    return server, ctl
+
+
 def ours(settings="", threads=True, cgroup=None, points=None):
-    """Starts pagedd with one tenant; `settings` are further lines of the model's configuration, `points` are fail points (of --points)."""
+    """Starts pagedd with the model; `settings` are further lines of its configuration, `points` are fail points (of --points)."""
     def start(work, options):
-        built = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
-        binaries = built if points is None else options.points
-        if not (binaries / "pagedd").exists():
-            die(f"{binaries / 'pagedd'} is missing; build it: make build")
-        config, state = work / "pagedd.yaml", work / "state"
+        binaries = built() if points is None else options.points
         lines = [f"path: {MODEL}", "kv_memory: 65536 tokens", "max_num_seqs: 64"]
         lines += [f"threads: {options.threads}"] * threads + settings.splitlines()
-        config.write_text("models:\n  smollm2:\n" + "".join(f"    {line}\n" for line in lines), encoding="utf8")
-        server = Server([binaries / "pagedd", "--config", config, "--state-dir", state], work, cgroup=cgroup and cgroup(),
-                        environment={"FAILPOINTS": points} if points else None)
-
-        def ctl(*arguments):
-            command = [binaries / "pagedctl", "--socket", state / "admin.sock", "--json", *arguments]
-            done = subprocess.run([str(c) for c in command], capture_output=True, check=False)
-            return json.loads(done.stdout) if done.returncode == 0 else None
-
-        def ready():
-            status = ctl("status")
-            return status is not None and all(m["state"]["is"] == "ready" for m in status["models"])
-
-        server.wait(ready)
-        port = free_port()
-        if ctl("tenant", "add", "bench", "--port", str(port), "--no-auth") is None:
-            server.stop()
-            die("pagedctl tenant add failed")
-        server.base = f"http://127.0.0.1:{port}"
-        server.wait(lambda: answers(f"{server.base}/readyz"))
+        server, ctl = pagedd(binaries, work, "smollm2", lines, cgroup=cgroup and cgroup(),
+                             environment={"FAILPOINTS": points} if points else None)
         if points is not None:
             # A build without fail points would be compared with itself.
             load.level(server.base, "smollm2", server.process.pid, 1, load.plain(1, 16, 1), 1)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """A small, bounded load client for OpenAI-compatible chat servers on loopback. Standard library only.
 
-`level` sends one request per prompt, at most `streams` at a time, and measures each stream:
+`drive` sends one request per prompt, at most `streams` at a time, and measures each stream:
   first   seconds from the request to the first chunk with text
   token   seconds per token after the first: (last - first) / (tokens - 1)
-Tokens are those of the usage chunk. `processor` reads how much CPU a process family and everybody else took.
+  gaps    seconds between chunks with text
+`level` sums them up. Tokens are those of the usage chunk. A prompt of numbers is token ids, and is not a chat. `processor` reads how much CPU a process family and everybody else took.
 """
 import http.client
 import json
@@ -80,29 +81,38 @@ def percentile(values, part):
 def one(base, model, system, prompt, tokens, timeout, temperature=0):
     """One streamed request; a dict with times, or with `error`."""
     where = urllib.parse.urlsplit(base)
-    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": prompt}]
-    body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True}}
+    body = {"model": model, "max_tokens": tokens, "temperature": temperature, "seed": 7, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True}}
+    if isinstance(prompt, list):
+        path, body["prompt"] = "/v1/completions", prompt
+    else:
+        path = "/v1/chat/completions"
+        body["messages"] = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": prompt}]
+    body = json.dumps(body)
     start = time.perf_counter()
     first = last = usage = None
-    done = False
+    gaps, done = [], False
     connection = http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", path, body, {"content-type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
             return {"error": f"{answer.status} {answer.read(300)!r}"}
         while line := answer.readline():
             if not line.startswith(b"data:"):
                 continue
+            now = time.perf_counter()
             if line[5:].strip() == b"[DONE]":
                 done = True
                 break
             event = json.loads(line[5:])
             usage = event.get("usage") or usage
-            if any((c.get("delta") or {}).get("content") for c in event.get("choices") or []):
-                last = time.perf_counter()
-                first = first or last
+            if any(c.get("text") or (c.get("delta") or {}).get("content") for c in event.get("choices") or []):
+                if first is None:
+                    first = now
+                else:
+                    gaps.append(now - last)
+                last = now
     except (OSError, http.client.HTTPException, ValueError) as error:
         return {"error": repr(error)}
     finally:
@@ -112,7 +122,7 @@ def one(base, model, system, prompt, tokens, timeout, temperature=0):
     count = usage["completion_tokens"]
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return {"first": first - start, "token": (last - first) / max(1, count - 1), "tokens": count,
-            "prompt": usage["prompt_tokens"], "cached": cached}
+            "prompt": usage["prompt_tokens"], "cached": cached, "gaps": gaps}
 
 
 def family(root):
@@ -162,8 +172,8 @@ def processor(root):
     return busy, server, time.process_time(), memory / 1024, private / 1024
 
 
-def level(base, model, root, streams, prompts, tokens, temperature=0, timeout=600):
-    """One request for each of `prompts`, pairs of a system prompt (or "") and a prompt; `streams` at a time."""
+def drive(base, model, streams, prompts, tokens, temperature=0, timeout=600):
+    """One request for each of `prompts`, pairs of a system prompt (or "") and a prompt; `streams` at a time. What each came to."""
     results, waiting, lock = [], list(prompts), threading.Lock()
 
     def work():
@@ -176,12 +186,18 @@ def level(base, model, root, streams, prompts, tokens, temperature=0, timeout=60
             with lock:
                 results.append(result)
 
-    before, start = processor(root), time.perf_counter()
     threads = [threading.Thread(target=work, daemon=True) for _ in range(streams)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return results
+
+
+def level(base, model, root, streams, prompts, tokens, temperature=0, timeout=600):
+    """The figures of one run of `drive`, and what the processes below `root` took meanwhile."""
+    before, start = processor(root), time.perf_counter()
+    results = drive(base, model, streams, prompts, tokens, temperature, timeout)
     wall, after = time.perf_counter() - start, processor(root)
     good = [r for r in results if "error" not in r]
     busy, server, client = (after[i] - before[i] for i in range(3))

@@ -22,7 +22,7 @@ use pagedd_model::{ModelConfig, ModelSource, RopePairing};
 use pagedd_wire::worker::{Arena as WhichArena, BlockCopy, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled};
 
 use crate::arena::{HEADER_BYTES, Header, Kind};
-use crate::batch::{self, Batch, Limits};
+use crate::batch::{self, Batch, BatchRow, Limits};
 use crate::load::LoadError;
 use crate::memory::KvRequest;
 use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, Pendings, RunError, info};
@@ -46,6 +46,8 @@ const RESERVE: u64 = 1 << 30;
 pub struct GpuModel {
     decoder: Decoder<Element>,
     draws: usize,
+    /// A row's bits depend on its own tokens alone.
+    deterministic: bool,
     kv_reused: bool,
     blocks: u32,
     layout: Layout,
@@ -63,8 +65,10 @@ enum Out {
 /// A batch as the device takes it, kept for its memory.
 #[derive(Default, Debug)]
 struct Layout {
-    /// Rows of the batch, those with a single token first.
-    order: Vec<usize>,
+    /// What is computed, in the order of the device.
+    pieces: Vec<Piece>,
+    /// So many of them, the first ones, are decoded.
+    decoded: usize,
     tokens: Vec<TokenSource>,
     /// Of each token of the batch, its place on the device.
     places: Vec<u32>,
@@ -72,6 +76,16 @@ struct Layout {
     /// Of each token of the batch that is wanted, its row of logits.
     logits: Vec<u32>,
     copies: Vec<(BlockId, BlockId, usize)>,
+}
+
+/// Tokens of a row of a batch that are a row on the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Piece {
+    /// Index in [`Batch::rows`].
+    row: usize,
+    /// Tokens of the row before it.
+    before: usize,
+    tokens: usize,
 }
 
 /// Loads what `hello` names onto GPU `ordinal`; see [`ModelRunner::load`](crate::ModelRunner::load).
@@ -112,7 +126,7 @@ pub fn load(
     };
 
     let request = KvRequest::new(hello, config.context.0, layout.block_stride as u64);
-    let kv_identity = kv_identity(&identity, &layout, &device);
+    let kv_identity = kv_identity(&identity, &layout, &device, hello.deterministic);
     let most = decoder_limits(hello, &request);
     let scratch = Decoder::<Element>::scratch_bytes(&shape, &most) as u64;
     let (kv, kv_id, blocks, kv_reused) = kv(&stream, &request, kv_identity, scratch, fds.kv, hello.kv_bytes)?;
@@ -133,7 +147,8 @@ pub fn load(
     let draws = most.draws;
     let decoder = Decoder::new(&stream, shape, layout, memory, most)?;
     decoder.synchronize()?;
-    let model = GpuModel { decoder, draws, kv_reused, blocks, layout: Layout::default(), out: VecDeque::new() };
+    let deterministic = hello.deterministic;
+    let model = GpuModel { decoder, draws, deterministic, kv_reused, blocks, layout: Layout::default(), out: VecDeque::new() };
     Ok(Loaded { model: Box::new(model), info })
 }
 
@@ -173,17 +188,19 @@ fn shape(config: &ModelConfig) -> DecoderShape {
 
 /// What steps may ask for, but for the number of blocks.
 fn decoder_limits(hello: &Hello, request: &KvRequest) -> DecoderLimits {
-    let (rows, tokens) = (hello.max_num_seqs as usize, hello.max_num_batched_tokens as usize);
-    let wanted = (rows + MOST_DRAFTS as usize).min(tokens);
+    let (seqs, tokens) = (hello.max_num_seqs as usize, hello.max_num_batched_tokens as usize);
+    let most = seqs + MOST_DRAFTS as usize;
     DecoderLimits {
-        rows,
+        // Where every token behind a prompt is decoded, a long answer that is computed again is as many rows.
+        rows: if hello.deterministic { tokens.max(seqs) } else { seqs },
         tokens,
-        wanted,
-        draws: rows + MOST_DRAFTS as usize,
+        wanted: most.min(tokens),
+        draws: most,
         ranks: RANKS,
         adjustments: ADJUSTMENTS,
         context: request.max_model_len as usize,
         blocks: 0,
+        exact: hello.deterministic,
     }
 }
 
@@ -263,12 +280,12 @@ fn weights_identity(source: &ModelSource, places: &DecoderPlaces) -> [u8; 32] {
 }
 
 /// Everything that the bytes of a KV block depend on, beside its tokens.
-fn kv_identity(weights: &[u8; 32], layout: &DeviceKvLayout, device: &Device) -> [u8; 32] {
+fn kv_identity(weights: &[u8; 32], layout: &DeviceKvLayout, device: &Device, deterministic: bool) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("pagedd KV arena of a GPU");
     hasher.update(weights);
     hasher.update(format!("{layout:?}").as_bytes());
     // Kernels differ by capability in the last bits.
-    hasher.update(format!("{:?}", device.info().capability).as_bytes());
+    hasher.update(format!("{:?} {deterministic}", device.info().capability).as_bytes());
     hasher.finalize().into()
 }
 
@@ -281,17 +298,17 @@ impl Compute for GpuModel {
         sequences: &Sequences,
         _: &Limits,
     ) -> Result<bool, RunError> {
-        self.layout.set(copies, batch, &pending.wanted);
-        let Layout { order, tokens, wanted, copies, logits, .. } = &self.layout;
-        let rows: Vec<KvRow<'_>> = order
+        self.layout.set(copies, batch, &pending.wanted, self.deterministic.then_some(sequences));
+        let Layout { pieces, decoded, tokens, wanted, copies, logits, .. } = &self.layout;
+        let rows: Vec<KvRow<'_>> = pieces
             .iter()
-            .map(|&row| {
+            .map(|&Piece { row, before, tokens }| {
                 let row = &batch.rows[row];
                 let table = batch::table(sequences, row);
-                KvRow { first_position: row.start, tokens: row.tokens.len() as u32, table }
+                KvRow { first_position: row.start + before as u32, tokens: tokens as u32, table }
             })
             .collect();
-        self.decoder.forward(&DecoderStep { copies, rows: &rows, tokens, wanted })?;
+        self.decoder.forward(&DecoderStep { copies, rows: &rows, decoded: *decoded, tokens, wanted })?;
         let adjustments: Vec<Vec<Adjustment>> = pending
             .draws
             .iter()
@@ -360,18 +377,41 @@ impl Compute for GpuModel {
 }
 
 impl Layout {
-    fn set(&mut self, copies: &[BlockCopy], batch: &Batch, wanted: &[usize]) {
+    /// With `sequences` a row's bits are to depend on its own tokens alone: what is of a prompt is attended for by one kernel, what comes
+    /// after by the other, however it comes. Without, a row of one token is decoded.
+    fn set(
+        &mut self,
+        copies: &[BlockCopy],
+        batch: &Batch,
+        wanted: &[usize],
+        sequences: Option<&Sequences>,
+    ) {
         self.copies.clear();
         self.copies.extend(copies.iter().map(|c| (BlockId(c.from), BlockId(c.to), c.tokens as usize)));
-        self.order.clear();
-        let single = |row: &usize| batch.rows[*row].tokens.len() == 1;
-        self.order.extend((0..batch.rows.len()).filter(single));
-        self.order.extend((0..batch.rows.len()).filter(|row| !single(row)));
+        let prompt_tokens = |row: &BatchRow| match sequences {
+            Some(sequences) => {
+                let prompt = sequences.get(row.seq).map_or(0, |sequence| sequence.prompt);
+                (prompt.saturating_sub(row.start) as usize).min(row.tokens.len())
+            }
+            None if row.tokens.len() == 1 => 0,
+            None => row.tokens.len(),
+        };
+        self.pieces.clear();
+        for (index, row) in batch.rows.iter().enumerate() {
+            let one = |before| Piece { row: index, before, tokens: 1 };
+            self.pieces.extend((prompt_tokens(row)..row.tokens.len()).map(one));
+        }
+        self.decoded = self.pieces.len();
+        for (index, row) in batch.rows.iter().enumerate() {
+            let tokens = prompt_tokens(row);
+            self.pieces.extend((tokens > 0).then_some(Piece { row: index, before: 0, tokens }));
+        }
         self.tokens.clear();
         self.places.clear();
         self.places.resize(batch.tokens.len(), 0);
-        for &row in &self.order {
-            for token in batch.rows[row].tokens.clone() {
+        for &Piece { row, before, tokens } in &self.pieces {
+            let first = batch.rows[row].tokens.start + before;
+            for token in first..first + tokens {
                 self.places[token] = self.tokens.len() as u32;
                 self.tokens.push(TokenSource::Known(batch.tokens[token]));
             }

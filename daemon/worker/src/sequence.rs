@@ -20,6 +20,8 @@ pub struct Sequence {
     pub choice: u32,
     /// How its tokens are drawn.
     pub sampling: SamplingParams,
+    /// Tokens of its prompt.
+    pub prompt: u32,
     /// Its blocks, in order.
     pub table: Vec<BlockId>,
     /// Its tokens, where its penalties need them.
@@ -47,7 +49,7 @@ impl From<&Begin> for Sequence {
     fn from(begin: &Begin) -> Self {
         let sampling = begin.sampling.into();
         let history = History::of(&sampling, begin.prompt, &begin.tokens);
-        Self { choice: begin.choice, sampling, table: Vec::new(), history, ended: None }
+        Self { choice: begin.choice, sampling, prompt: begin.prompt, table: Vec::new(), history, ended: None }
     }
 }
 
@@ -88,6 +90,7 @@ impl Sequences {
                 let sequence = Sequence {
                     choice: s.choice,
                     sampling,
+                    prompt: s.prompt,
                     table: s.blocks.into_iter().map(BlockId).collect(),
                     history: History::of(&sampling, s.prompt, &s.tokens),
                     ended: None,

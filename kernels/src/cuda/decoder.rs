@@ -3,8 +3,8 @@
 //! **Owns** the weights, the KV arena and all scratch memory of one model, the order of operations, and steps that were recorded as graphs.
 //! **Never** knows sequences: it takes rows with their blocks and gives draws.
 //!
-//! All of a step is queued on one stream; only [`Decoder::draws`] waits, and a step can be queued while the one before it runs. Which kernel attends for a row follows from the row alone: one token
-//! goes through [`decode`](super::decode), several through [`prefill`](super::prefill).
+//! All of a step is queued on one stream; only [`Decoder::draws`] waits, and a step can be queued while the one before it runs. Whoever makes a step says which
+//! rows go through [`decode()`](super::decode()), the others go through [`prefill()`](super::prefill()).
 //!
 //! A step in which every row has one token and is drawn from is padded to a size of [`buckets`] and, from the second one of that size on,
 //! recorded and replayed: queueing some hundred kernels takes the host longer than some models take the device.
@@ -56,6 +56,9 @@ pub struct DecoderLimits {
     pub context: usize,
     /// Blocks of the arena.
     pub blocks: u32,
+    /// A row's bits are to depend on its own tokens alone: products take one algorithm for any number of rows, and there is room to decode as
+    /// many rows as there may be, however long.
+    pub exact: bool,
 }
 
 /// Memory of a decoder that outlives its process.
@@ -74,8 +77,10 @@ pub struct DecoderMemory {
 pub struct DecoderStep<'a> {
     /// Copies before anything else: from which block, to which, how many tokens. None is both read and written.
     pub copies: &'a [(BlockId, BlockId, usize)],
-    /// Rows; those with a single token first.
+    /// Rows.
     pub rows: &'a [KvRow<'a>],
+    /// How many of them, from the first on, are to go through decode attention: each has a single token.
+    pub decoded: usize,
     /// The tokens of all rows, in order.
     pub tokens: &'a [TokenSource],
     /// Which tokens are drawn from, ascending.
@@ -197,7 +202,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
         let width = 4 * shape.hidden + shape.qkv_width() + shape.query_width() + 3 * shape.ffn;
         let logits = limits.wanted * shape.vocabulary * size_of::<f32>();
         let draws = limits.draws * (64 << 10);
-        limits.tokens * width * size_of::<T>() + logits + draws + PARTIAL_BYTES.min(partial_bytes(shape, limits)) + (128 << 20)
+        limits.tokens * width * size_of::<T>() + logits + draws + units(shape, limits) * unit_bytes(shape) + (128 << 20)
     }
 
     /// Weights and KV arena.
@@ -239,9 +244,12 @@ impl<T: Half + GemmOutput> Decoder<T> {
         if rows == 0 {
             return Ok(());
         }
-        let single = step.rows.iter().take_while(|row| row.tokens == 1).count();
-        let all = tokens == rows && step.wanted.len() == rows;
-        if all && self.work.attends(step.rows) == rows { self.single(step) } else { self.mixed(step, single) }
+        if step.decoded > rows || step.rows[..step.decoded].iter().any(|row| row.tokens != 1) {
+            return Err(dimension("decoded rows", "rows of a single token", step.decoded));
+        }
+        // A row that there is no room for goes through prefill, with other last bits.
+        let decoded = self.work.attends(&step.rows[..step.decoded]);
+        if decoded == rows && step.wanted.len() == rows { self.single(step) } else { self.mixed(step, decoded) }
     }
 
     /// A step in which every row has one token and is drawn from.
@@ -267,11 +275,9 @@ impl<T: Half + GemmOutput> Decoder<T> {
         Ok(())
     }
 
-    fn mixed(&mut self, step: &DecoderStep<'_>, single: usize) -> Result<(), CudaError> {
+    fn mixed(&mut self, step: &DecoderStep<'_>, decoded: usize) -> Result<(), CudaError> {
         let Self { work, stream, .. } = self;
         work.set(stream, step, step.tokens.len())?;
-        // A row that decode has no room for goes through prefill.
-        let decoded = work.attends(&step.rows[..single]);
         work.set_wanted(stream, step)?;
         work.set_prefill(stream, decoded..step.rows.len())?;
         let head = if step.wanted.is_empty() { Head::None } else { Head::Wanted };
@@ -345,5 +351,6 @@ fn unit_bytes(shape: &DecoderShape) -> usize {
 /// Units of decode work that there is room for.
 fn units(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
     let unit = unit_bytes(shape).max(1);
-    (partial_bytes(shape, limits).min(PARTIAL_BYTES) / unit).max(1)
+    let most = if limits.exact { usize::MAX } else { PARTIAL_BYTES };
+    (partial_bytes(shape, limits).min(most) / unit).max(1)
 }

@@ -29,6 +29,11 @@ pub use tune::{Tuned, Tuning};
 /// Bytes that products may use beside their operands.
 const WORKSPACE: usize = 32 << 20;
 
+/// Rows that an algorithm is chosen for which is to serve any number.
+const ROWS_OF_ALL: usize = 256;
+/// Algorithms looked through for one that sums in one go.
+const PROPOSALS: usize = 64;
+
 /// What a product gives: elements like its inputs, or single precision (logits).
 pub trait GemmOutput: Plain + sealed::Sealed {
     /// cuBLAS's name of the type.
@@ -72,6 +77,7 @@ pub struct Gemm {
     workspace: Buffer<u8>,
     plans: HashMap<Key, Plan>,
     place: Place,
+    one_for_all_rows: bool,
 }
 
 /// Rows are rounded up to a power of two: what lies between two shares an algorithm.
@@ -111,7 +117,15 @@ impl Gemm {
         // SAFETY: the library is there, as was asked above; it gives a number.
         let library = unsafe { sys::cublasLtGetVersion() } as u64;
         let place = Place { library, gpu: info.name.clone(), multiprocessors: info.multiprocessors };
-        Ok(Self { handle, workspace: Buffer::zeroed(stream, WORKSPACE)?, plans: HashMap::new(), place })
+        let workspace = Buffer::zeroed(stream, WORKSPACE)?;
+        Ok(Self { handle, workspace, plans: HashMap::new(), place, one_for_all_rows: false })
+    }
+
+    /// From here on a shape has one algorithm for any number of rows, which adds up each element of a product in one go: a row's bits do not
+    /// depend on how many others there are. Slower than what is best for each number.
+    pub fn use_one_for_all_rows(&mut self) {
+        self.plans.clear();
+        self.one_for_all_rows = true;
     }
 
     /// Queues `out[rows][outputs] = x[rows][inputs] · weights[outputs][inputs]ᵀ`, added up in single precision, rounded once.
@@ -196,7 +210,7 @@ impl Gemm {
         rows: usize,
         algorithm: Algorithm,
     ) -> Result<(), CudaError> {
-        let key = key::<T, O>(shape, rows);
+        let key = self.key::<T, O>(shape, rows);
         self.plans.insert(key, Plan::with(key, algorithm)?);
         Ok(())
     }
@@ -239,15 +253,53 @@ impl Gemm {
         shape: GemmShape,
         rows: usize,
     ) -> Result<&mut Plan, CudaError> {
-        match self.plans.entry(key::<T, O>(shape, rows)) {
+        let key = self.key::<T, O>(shape, rows);
+        match self.plans.entry(key) {
             Entry::Occupied(entry) => Ok(entry.into_mut()),
             Entry::Vacant(entry) => {
-                let mut plan = Plan::new(Types::of::<T, O>(), shape, bucket(rows))?;
-                plan.algorithm = plan.proposals(&self.handle, 1)?[0];
+                let mut plan = Plan::new(key.types, shape, key.bucket)?;
+                plan.algorithm = if self.one_for_all_rows {
+                    let found = plan.proposals(&self.handle, PROPOSALS)?.into_iter().find(adds_up_in_one_go);
+                    found.ok_or_else(|| no_algorithm("cuBLASLt has none without split sums for this shape"))?
+                } else {
+                    plan.proposals(&self.handle, 1)?[0]
+                };
                 Ok(entry.insert(plan))
             }
         }
     }
+
+    fn key<T: Half, O: GemmOutput>(&self, shape: GemmShape, rows: usize) -> Key {
+        let bucket = if self.one_for_all_rows { ROWS_OF_ALL } else { bucket(rows) };
+        Key { shape, bucket, types: Types::of::<T, O>() }
+    }
+}
+
+/// Whether each element of a product is one sum, whatever its place: nothing is split along the inner dimension.
+fn adds_up_in_one_go(algorithm: &sys::cublasLtMatmulAlgo_t) -> bool {
+    use sys::cublasLtMatmulAlgoConfigAttributes_t as Attribute;
+    let number = |attribute| {
+        let mut value = 0_u32;
+        let mut written = 0_usize;
+        // SAFETY: the algorithm is one that the library proposed; the attributes asked for are 32-bit integers.
+        let answer = unsafe {
+            sys::cublasLtMatmulAlgoConfigGetAttribute(
+                algorithm,
+                attribute,
+                (&raw mut value).cast::<c_void>(),
+                size_of::<u32>(),
+                &raw mut written,
+            )
+        };
+        (answer.result().is_ok() && written == size_of::<u32>()).then_some(value)
+    };
+    let split = number(Attribute::CUBLASLT_ALGO_CONFIG_SPLITK_NUM);
+    let reduction = number(Attribute::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME);
+    matches!(split, Some(0 | 1)) && reduction == Some(0)
+}
+
+fn no_algorithm(code: &str) -> CudaError {
+    CudaError::Device { doing: "choosing an algorithm", code: code.to_owned() }
 }
 
 impl fmt::Debug for Gemm {
@@ -258,10 +310,6 @@ impl fmt::Debug for Gemm {
 
 fn bucket(rows: usize) -> usize {
     rows.next_power_of_two()
-}
-
-fn key<T: Half, O: GemmOutput>(shape: GemmShape, rows: usize) -> Key {
-    Key { shape, bucket: bucket(rows), types: Types::of::<T, O>() }
 }
 
 fn check(shape: GemmShape) -> Result<(), CudaError> {
@@ -363,8 +411,7 @@ impl Plan {
         found.truncate(usize::try_from(count).unwrap_or(0));
         found.retain(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
         if found.is_empty() {
-            let code = "cuBLASLt has none for this shape".to_owned();
-            return Err(CudaError::Device { doing: "choosing an algorithm", code });
+            return Err(no_algorithm("cuBLASLt has none for this shape"));
         }
         Ok(found.into_iter().map(|result| result.algo).collect())
     }

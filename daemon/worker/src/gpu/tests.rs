@@ -1,9 +1,9 @@
 //! What needs no GPU.
 
 use pagedd_core::{Penalties, SamplingParams};
+use pagedd_wire::worker::Begin;
 
 use super::*;
-use crate::batch::BatchRow;
 
 fn draw(logits: usize) -> Pending {
     let params = SamplingParams { penalties: Penalties::NONE, ..SamplingParams::GREEDY };
@@ -56,9 +56,33 @@ fn rows_of_one_token_come_first_on_the_device_and_logits_are_found_again() {
         ..Batch::default()
     };
     let mut layout = Layout::default();
-    layout.set(&[], &batch, &[2, 3, 4]);
-    assert_eq!(layout.order, [1, 2, 0]);
+    layout.set(&[], &batch, &[2, 3, 4], None);
+    assert_eq!(layout.pieces.iter().map(|piece| piece.row).collect::<Vec<_>>(), [1, 2, 0]);
+    assert_eq!(layout.decoded, 2);
     assert_eq!(layout.tokens, [13, 14, 10, 11, 12].map(TokenSource::Known));
     assert_eq!(layout.wanted, [0, 1, 4]);
     assert_eq!(layout.logits, [2, 0, 1]);
+}
+
+#[test]
+fn where_bits_must_not_depend_on_chunks_prompts_are_prefilled_and_what_follows_is_decoded_token_by_token() {
+    let mut sequences = Sequences::default();
+    for (seq, prompt) in [(1, 2), (2, 9), (3, 1)] {
+        let sampling = SamplingParams::GREEDY.into();
+        sequences.begin(&Begin { seq, choice: 0, sampling, prompt, tokens: vec![] });
+    }
+    let row = |seq, start, tokens| BatchRow { seq, start, tokens, samples: vec![seq], drafts: 0 };
+    let batch = Batch {
+        tokens: (10..16).collect(),
+        // Of the first, the last token of the prompt and two behind it; of the second, one in the prompt; of the third, two behind it.
+        rows: vec![row(1, 1, 0..3), row(2, 4, 3..4), row(3, 5, 4..6)],
+        ..Batch::default()
+    };
+    let mut layout = Layout::default();
+    layout.set(&[], &batch, &[2, 3, 5], Some(&sequences));
+    let piece = |row, before, tokens| Piece { row, before, tokens };
+    assert_eq!(layout.pieces, [piece(0, 1, 1), piece(0, 2, 1), piece(2, 0, 1), piece(2, 1, 1), piece(0, 0, 1), piece(1, 0, 1)]);
+    assert_eq!(layout.decoded, 4);
+    assert_eq!(layout.tokens, [11, 12, 14, 15, 10, 13].map(TokenSource::Known));
+    assert_eq!((&layout.wanted[..], &layout.logits[..]), (&[1, 3, 5][..], &[0, 2, 1][..]));
 }

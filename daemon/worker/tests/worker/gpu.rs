@@ -7,6 +7,7 @@ use pagedd_wire::worker::{Arena, Device, Dtype, Hello, KvDtype, KvMemory};
 use pagedd_worker::{Fds, ModelRunner};
 
 use crate::driver::{Driver, Seq, bits};
+use crate::independence::Case;
 use crate::models::{hello, load, real};
 use crate::reference::{Distance, distance, prompts};
 use crate::replay::{history_with, without_time};
@@ -150,4 +151,24 @@ fn what_a_gpu_does_not_keep_is_refused_with_the_key_named() {
     let huge = Hello { kv_memory: KvMemory::Bytes(1 << 42), ..gpu() };
     let error = ModelRunner::load(&huge, Fds::default(), &mut |_| true).unwrap_err();
     assert!(error.to_string().starts_with("kv_memory of"), "{error}");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_deterministic_gpu_draws_the_same_bits_alone_in_chunks_among_others_and_after_preemption() {
+    let hello = Hello { deterministic: true, ..gpu() };
+    for (number, want) in [(4, 40), (1, 24), (20, 33)] {
+        let prompt = prompts()[number].1.clone();
+        let sampling = SamplingParams { temperature: 0.7, seed: 3, logprobs: Some(5), ..SamplingParams::GREEDY };
+        let load = |_| load(&hello);
+        let case = Case { name: "SmolLM2", load: &load, prompt, want, chunks: &[1, 7, 16, 100], sampling };
+        case.check();
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_deterministic_gpu_stays_as_close_to_the_f32_path() {
+    let Distance { agreement, pooled, .. } = distance(&mut load(&Hello { deterministic: true, ..gpu() }), 20);
+    assert!(agreement >= 0.985 && pooled <= 0.03, "{agreement} {pooled}");
 }

@@ -10,14 +10,14 @@ use crate::driver::{Driver, Seq, alone, bits};
 use crate::models::{hello, load, load_real, tiny, tokens};
 
 /// What is asked of a model in every way.
-struct Case<'a> {
-    name: &'a str,
+pub struct Case<'a> {
+    pub name: &'a str,
     /// Loads the model with so many threads.
-    load: &'a dyn Fn(u32) -> ModelRunner,
-    prompt: Vec<u32>,
-    want: usize,
-    chunks: &'a [usize],
-    sampling: SamplingParams,
+    pub load: &'a dyn Fn(u32) -> ModelRunner,
+    pub prompt: Vec<u32>,
+    pub want: usize,
+    pub chunks: &'a [usize],
+    pub sampling: SamplingParams,
 }
 
 const REQUEST: u64 = 1000;
@@ -32,7 +32,7 @@ impl Case<'_> {
         assert_eq!(bits(expected), bits(drawn), "{}: {way}", self.name);
     }
 
-    fn check(&self) {
+    pub fn check(&self) {
         let mut one = (self.load)(1);
         let mut two = (self.load)(2);
         let expected = alone(&mut one, self.request());

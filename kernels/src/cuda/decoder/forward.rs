@@ -80,7 +80,7 @@ impl<T: Half + GemmOutput> Work<T> {
         limits: DecoderLimits,
     ) -> Result<Self, CudaError> {
         let places = DecoderPlaces::new(&shape)?;
-        let DecoderLimits { rows, tokens, wanted, draws, ranks, adjustments, context, blocks } = limits;
+        let DecoderLimits { rows, tokens, wanted, draws, ranks, adjustments, context, blocks, exact } = limits;
         if (layout.layers, layout.kv_heads, layout.head_dim) != (shape.layers, shape.kv_heads, shape.head_dim) {
             return Err(CudaError::Plan);
         }
@@ -95,6 +95,10 @@ impl<T: Half + GemmOutput> Work<T> {
         }
         let units = units(&shape, &limits);
         let room = |width: usize| Ok::<_, CudaError>(Buffer::zeroed(stream, product("scratch memory", &[tokens, width])?)?);
+        let mut gemm = Gemm::new(stream)?;
+        if exact {
+            gemm.use_one_for_all_rows();
+        }
         let tables = product("block tables", &[rows, context.div_ceil(layout.block_size)])?;
         Ok(Self {
             units,
@@ -106,7 +110,7 @@ impl<T: Half + GemmOutput> Work<T> {
             decode: DecodePlan::new(stream, &layout, shape.heads, DecodeLimits { rows, queries: 1, units })?,
             prefill: PrefillPlan::new(stream, &layout, shape.heads, (tokens, rows))?,
             copies: BlockCopies::with_capacity(stream, layout, blocks, COPIES)?,
-            gemm: Gemm::new(stream)?,
+            gemm,
             sampler: Sampler::new(stream, shape.vocabulary, draws, ranks, adjustments)?,
             ring: PinnedRing::new(stream.device(), RING_SLOTS, RING_BYTES)?,
             x: Buffer::zeroed(stream, product("scratch memory", &[tokens, shape.hidden])?)?,

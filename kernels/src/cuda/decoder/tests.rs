@@ -72,9 +72,12 @@ fn room_for_partial_results_is_what_the_longest_rows_need_up_to_a_limit() {
         adjustments: 16,
         context: 1000,
         blocks: 8,
+        exact: false,
     };
     let shape = shape(true, false);
     assert_eq!(units(&shape, &limits), 4 * 4);
     let many = DecoderLimits { rows: 4096, context: 1 << 20, ..limits };
     assert!(units(&shape, &many) * unit_bytes(&shape) <= PARTIAL_BYTES);
+    let exact = DecoderLimits { exact: true, ..many };
+    assert_eq!(units(&shape, &exact), 4096 * 4096);
 }

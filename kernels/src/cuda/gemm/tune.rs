@@ -62,7 +62,7 @@ impl Gemm {
             return Err(dimension("rows and matrices to tune with", "one at least", 0));
         }
         let before =
-            self.plans.get(&super::key::<T, O>(shape, rows)).map(|plan| Algorithm(plan.algorithm.data));
+            self.plans.get(&self.key::<T, O>(shape, rows)).map(|plan| Algorithm(plan.algorithm.data));
         let proposals = self.proposals::<T, O>(shape, rows, with.most)?;
         let tried = self.try_all(stream, shape, rows, &proposals, &mut with);
         let tuned = tried.and_then(|times| {
@@ -76,7 +76,10 @@ impl Gemm {
         match (&tuned, before) {
             (Ok(tuned), _) => self.keep::<T, O>(shape, rows, tuned.algorithm)?,
             (Err(_), Some(before)) => self.keep::<T, O>(shape, rows, before)?,
-            (Err(_), None) => _ = self.plans.remove(&super::key::<T, O>(shape, rows)),
+            (Err(_), None) => {
+                let key = self.key::<T, O>(shape, rows);
+                self.plans.remove(&key);
+            }
         }
         tuned
     }

@@ -1,0 +1,252 @@
+//! What is sent, and which figures come of it.
+//!
+//! **Owns** the rounds of a row: the warm-up, then what is measured. **Never** measures a step of the warm-up.
+
+use anyhow::ensure;
+use pagedd_config::Model;
+use pagedd_core::{TokenId, Tokens};
+
+use super::load::Draw;
+use super::numbers::{mean, median, percentile};
+use super::options::{Latency, Prefix, RunOptions, Throughput};
+use super::record::{Goal, Round};
+use super::report::{Row, Value, kept, shown};
+use super::rig::{Asked, Moment, Processor, Rig};
+
+/// A rig and what all of its rows have in common.
+pub struct Bench<'a> {
+    /// The engine.
+    pub rig: Rig,
+    /// Its model's settings.
+    pub model: &'a Model,
+    /// How it is measured.
+    pub run: &'a RunOptions,
+    /// Draws prompts.
+    pub draw: Draw,
+}
+
+/// Shortest prompt of a warm-up.
+const SHORT: u32 = 16;
+
+impl Bench<'_> {
+    /// All requests at once.
+    ///
+    /// # Errors
+    /// An option does not fit the model, or the run failed.
+    pub fn throughput(&mut self, case: &Throughput) -> anyhow::Result<Row> {
+        let Throughput { requests, input_len, output_len, .. } = *case;
+        self.check_length("--input-len and --output-len", input_len, output_len)?;
+        self.warm_up(input_len, requests)?;
+        let prompts = (0..requests).map(|_| self.tokens(input_len)).collect();
+        let asked = self.asked(prompts, output_len);
+        let mut row = vec![
+            shown("num_requests", "requests", requests),
+            shown("input_len", "in", input_len),
+            shown("output_len", "out", output_len),
+        ];
+        row.extend(self.all_at_once(asked)?);
+        Ok(row)
+    }
+
+    /// All requests at once, whose prompts begin alike.
+    ///
+    /// # Errors
+    /// As [`Bench::throughput`].
+    pub fn prefix(&mut self, case: &Prefix) -> anyhow::Result<Row> {
+        let Prefix { requests, prefix_len, suffix_len, output_len, .. } = *case;
+        let options = "--prefix-len, --suffix-len and --output-len";
+        self.check_length(options, prefix_len.saturating_add(suffix_len), output_len)?;
+        self.warm_up(prefix_len + suffix_len, requests)?;
+        let prefix = self.tokens(prefix_len);
+        let prompts = (0..requests).map(|_| [prefix.clone(), self.tokens(suffix_len)].concat()).collect();
+        let asked = self.asked(prompts, output_len);
+        let mut row = vec![
+            shown("num_requests", "requests", requests),
+            shown("prefix_len", "prefix", prefix_len),
+            shown("suffix_len", "suffix", suffix_len),
+            shown("output_len", "out", output_len),
+        ];
+        row.extend(self.all_at_once(asked)?);
+        Ok(row)
+    }
+
+    fn all_at_once(&mut self, asked: Asked) -> anyhow::Result<Row> {
+        let requests = asked.prompts.len() as u64;
+        let prompts: u64 = asked.prompts.iter().map(|(prompt, _)| prompt.len() as u64).sum();
+        let before = self.rig.moment();
+        let start = self.rig.begin(asked)?;
+        self.rig.wait(Goal::Ended)?;
+        let after = self.rig.moment();
+        let round = self.rig.round();
+        let end = round.last.unwrap_or(start);
+        let seconds = end.duration_since(start).as_secs_f64();
+        let rate = |count: u64| Value::real(Some(count as f64 / seconds), 1);
+        let first = round.steps.first().map_or(start, |step| step.submitted);
+        let busy = round.steps.last().map_or(start, |step| step.collected).duration_since(first);
+        let intervals: Vec<f64> = (1..round.steps.len()).map(|step| ms(round.interval(step))).collect();
+        let every: Vec<usize> = (0..round.steps.len()).collect();
+        let step_ms = Some(busy.as_secs_f64() * 1e3 / every.len().max(1) as f64);
+        let mut row = self.conditions();
+        row.extend([
+            shown("elapsed_time", "seconds", Value::real(Some(seconds), 2)),
+            shown("requests_per_second", "req/s", Value::real(Some(requests as f64 / seconds), 2)),
+            shown("output_tokens_per_second", "out tok/s", rate(round.tokens)),
+            shown("tokens_per_second", "tok/s", rate(prompts + round.tokens)),
+            kept("total_num_tokens", prompts + round.tokens),
+            shown("cached_tokens", "cached", round.cached),
+            kept("preemptions", round.begun.saturating_sub(requests)),
+            kept("step_ms_p50", Value::real(median(&intervals), 4)),
+            kept("step_ms_p99", Value::real(percentile(&intervals, 0.99), 4)),
+            shown("step_ms", "step ms", Value::real(step_ms, 3)),
+        ]);
+        row.extend(steps(&round, &every, step_ms, before.until(&after)));
+        row.extend(self.gpu(&before, &after));
+        Ok(row)
+    }
+
+    /// `batch` sequences that run together.
+    ///
+    /// # Errors
+    /// As [`Bench::throughput`].
+    pub fn latency(&mut self, case: &Latency, batch: u32) -> anyhow::Result<Row> {
+        let (budget, warmup) = (self.budget(), self.run.warmup);
+        let (seats, output) = (self.model.max_num_seqs, case.output_len);
+        ensure!(batch <= seats, "--batch: {batch} is more than the model's max_num_seqs, {seats}");
+        ensure!(batch <= budget, "--budget: a step of {budget} tokens has no room for --batch {batch}");
+        let lengths = case.input_len.spread(batch);
+        let sum: u64 = lengths.iter().map(|length| u64::from(*length)).sum();
+        // Those that run first go on while the others' prompts are computed.
+        let behind = sum.div_ceil(u64::from(budget.saturating_sub(batch).max(1))) as u32;
+        let longest = lengths.iter().copied().max().unwrap_or(1);
+        self.check_length("--input-len and --output-len", longest, output + behind)?;
+        let tokens = (output + 2 * behind + 16).min(self.rig.info.max_model_len - longest);
+        let size = Tokens(self.rig.info.block_size);
+        let blocks: u64 =
+            lengths.iter().map(|length| u64::from(Tokens(length + tokens).in_blocks(size).0)).sum();
+        let pool = self.rig.info.blocks;
+        ensure!(
+            blocks <= u64::from(pool),
+            "--batch: {batch} sequences of these lengths need {blocks} KV blocks and the pool has {pool}: give it more with kv_memory"
+        );
+
+        self.warm_up(longest, batch)?;
+        let prompts = lengths.iter().map(|length| self.tokens(*length)).collect();
+        let asked = self.asked(prompts, tokens);
+        let start = self.rig.begin(asked)?;
+        self.rig.wait(Goal::Steady(warmup.max(1) as usize))?;
+        let before = self.rig.moment();
+        self.rig.wait(Goal::Steady(output as usize - 1))?;
+        let after = self.rig.moment();
+        self.rig.cancel()?;
+        self.rig.wait(Goal::Ended)?;
+
+        let round = self.rig.round();
+        let end = output as usize - 1;
+        ensure!(
+            round.steady.len() >= end,
+            "--output-len: only {} steps had all {batch} sequences before one of them ended; is itl_target too short?",
+            round.steady.len() + 1
+        );
+        let measured = &round.steady[warmup as usize..end];
+        let gaps: Vec<f64> = measured.iter().map(|step| ms(round.interval(*step))).collect();
+        let prefilled = round.first.iter().flatten().max().copied().unwrap_or(start);
+        let prefill = prefilled.duration_since(start).as_secs_f64();
+        let mut row = vec![
+            shown("batch", "batch", batch),
+            shown("input_len", "context", case.input_len.to_string()),
+            kept("input_tokens", sum),
+            shown("output_len", "out", output),
+        ];
+        row.extend(self.conditions());
+        row.extend([
+            shown("prefill_ms", "prefill ms", Value::real(Some(prefill * 1e3), 1)),
+            shown("prefill_tokens_per_second", "prompt tok/s", Value::real(Some(sum as f64 / prefill), 0)),
+            shown("ms_per_token_p50", "ms/token", Value::real(median(&gaps), 3)),
+            shown("ms_per_token_p99", "p99 ms", Value::real(percentile(&gaps, 0.99), 3)),
+            kept("ms_per_token_mean", Value::real(mean(&gaps), 4)),
+            shown(
+                "output_tokens_per_second",
+                "out tok/s",
+                Value::real(mean(&gaps).map(|gap| f64::from(batch) * 1e3 / gap), 1),
+            ),
+        ]);
+        row.extend(steps(&round, measured, mean(&gaps), before.until(&after)));
+        row.extend(self.gpu(&before, &after));
+        Ok(row)
+    }
+
+    /// Requests that nobody measures: as many sequences as will run, of which so many have prompts of full length as fill a step.
+    fn warm_up(&mut self, input: u32, requests: u32) -> anyhow::Result<()> {
+        if self.run.warmup == 0 {
+            return Ok(());
+        }
+        let seats = requests.min(self.model.max_num_seqs).min(self.budget());
+        let full = self.budget().div_ceil(input).min(seats);
+        let length = |i| if i < full { input } else { SHORT.min(input) };
+        let prompts = (0..seats).map(|i| self.tokens(length(i))).collect();
+        let room = self.rig.info.max_model_len - input;
+        let asked = self.asked(prompts, self.run.warmup.min(room));
+        self.rig.begin(asked)?;
+        self.rig.wait(Goal::Ended)
+    }
+
+    fn tokens(&mut self, count: u32) -> Vec<TokenId> {
+        self.draw.tokens(count, self.rig.info.vocab_size)
+    }
+
+    fn asked(&mut self, prompts: Vec<Vec<TokenId>>, tokens: u32) -> Asked {
+        let temperature = self.run.temperature;
+        let prompts = prompts.into_iter().map(|prompt| (prompt, self.draw.sampling(temperature))).collect();
+        Asked { prompts, tokens }
+    }
+
+    /// Names the options where a sequence would be too long.
+    fn check_length(&self, options: &str, input: u32, output: u32) -> anyhow::Result<()> {
+        let (sum, most) = (u64::from(input) + u64::from(output), self.rig.info.max_model_len);
+        ensure!(sum <= u64::from(most), "{options}: {sum} tokens in all, and the model's context is {most}");
+        Ok(())
+    }
+
+    fn budget(&self) -> u32 {
+        self.model.max_num_batched_tokens.0
+    }
+
+    /// What every row states.
+    fn conditions(&self) -> Row {
+        let drawn = match self.run.temperature {
+            0.0 => "greedy".to_owned(),
+            temperature => format!("T={temperature}"),
+        };
+        vec![
+            shown("sampling", "sampling", drawn),
+            shown("prefix_cache", "cache", if self.model.prefix_cache { "on" } else { "off" }),
+            shown("max_num_batched_tokens", "budget", self.budget()),
+            shown("warmup_steps", "warm-up", self.run.warmup),
+        ]
+    }
+
+    fn gpu(&self, before: &Moment, after: &Moment) -> Row {
+        let sample = self.rig.gpu.as_ref().and_then(|gpu| gpu.between(before.at, after.at));
+        vec![
+            shown("gpu_watts", "W", Value::real(sample.map(|sample| sample.watts), 0)),
+            shown("gpu_sm_mhz", "SM MHz", Value::real(sample.map(|sample| sample.mhz), 0)),
+        ]
+    }
+}
+
+/// Means of these steps; `step_ms` is from the end of one to the end of the next.
+fn steps(round: &Round, measured: &[usize], step_ms: Option<f64>, processor: Processor) -> Row {
+    let compute: Vec<f64> = measured.iter().map(|step| round.steps[*step].compute_us as f64).collect();
+    let outside = mean(&compute).zip(step_ms).map(|(compute, step)| step * 1e3 - compute);
+    vec![
+        shown("steps", "steps", measured.len() as u64),
+        shown("compute_us", "compute us", Value::real(mean(&compute), 0)),
+        shown("outside_us", "outside us", Value::real(outside, 0)),
+        shown("engine_cpu_us", "engine CPU", Value::real(processor.engine_us, 0)),
+        shown("worker_cpu_us", "worker CPU", Value::real(processor.worker_us, 0)),
+    ]
+}
+
+fn ms(duration: std::time::Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
+}

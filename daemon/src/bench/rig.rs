@@ -1,0 +1,278 @@
+//! A real worker and a real engine, without anything before or behind them.
+//!
+//! **Owns** the engine's thread, and through it the worker: both end with it. **Never** decides what is sent.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use pagedd_config::Model;
+use pagedd_core::{Blocks, SamplingParams, TenantId, TokenId, Tokens};
+use pagedd_engine::{Command, Engine, EngineHandle, Inbox, Submission, inbox};
+use pagedd_sched::{NewRequest, ShareSpec};
+use pagedd_wire::worker::ModelInfo;
+use tokio::sync::watch;
+use tracing::error;
+
+use super::machine::{self, GpuWatch, Times};
+use super::record::{Counted, Goal, Record, Round, Timed, Unobserved, id};
+use crate::blocks::Seed;
+use crate::model::{self, INBOX, Loaded, Surroundings};
+use crate::worker::{ModelState, WorkerProcess};
+
+/// Whose requests they are.
+const TENANT: TenantId = TenantId(1);
+/// Keys the prefix hash; there is nobody to keep it from.
+const CACHE_KEY: [u8; 32] = [7; 32];
+/// An engine has gone idle by then, and looked through its blocks.
+const SETTLED: Duration = Duration::from_millis(50);
+
+/// An engine that runs.
+pub struct Rig {
+    /// What the worker loaded.
+    pub info: ModelInfo,
+    /// Watches the GPU, where it runs on one.
+    pub gpu: Option<GpuWatch>,
+    engine: EngineHandle<()>,
+    record: Arc<Record>,
+    thread: Option<JoinHandle<()>>,
+    /// The engine's thread, below /proc.
+    task: Option<PathBuf>,
+    worker: u32,
+    /// Number of the next request.
+    next: u64,
+    /// Numbers of the last round's.
+    sent: std::ops::Range<u64>,
+    end: Instant,
+}
+
+/// Processor time so far, of the engine's thread and the worker's threads, and the steps so far.
+pub struct Moment {
+    /// When.
+    pub at: Instant,
+    steps: usize,
+    engine: Option<u64>,
+    worker: Option<Times>,
+}
+
+/// Processor time of a step, in microseconds.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Processor {
+    /// Of the engine's thread.
+    pub engine_us: Option<f64>,
+    /// Of all threads of the worker.
+    pub worker_us: Option<f64>,
+}
+
+/// What is asked of an engine at once.
+pub struct Asked {
+    /// A request each.
+    pub prompts: Vec<(Vec<TokenId>, SamplingParams)>,
+    /// Tokens of each answer.
+    pub tokens: u32,
+}
+
+/// What the engine's thread says once its worker is up.
+type Up = (ModelInfo, Option<PathBuf>);
+
+impl Rig {
+    /// Starts a worker and an engine; all that is done with them ends at `end`.
+    ///
+    /// # Errors
+    /// The model cannot be loaded, or not in time.
+    pub fn start(model: &Model, around: &Surroundings, end: Instant) -> anyhow::Result<Self> {
+        let gpu = ordinal(&model.device.to_string()).and_then(GpuWatch::start);
+        let (state_sender, state) = watch::channel(ModelState::Loading { permille: 0 });
+        let worker = model::worker(model, around, state_sender);
+        let (engine, commands) = inbox(INBOX);
+        let record = Arc::new(Record::default());
+        let (up, waiting) = sync_channel(1);
+        let (settings, its_record) = (model.clone(), record.clone());
+        let thread = thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(move || run(worker, &settings, commands, its_record, &up))
+            .context("the engine's thread")?;
+        let (info, task) = match waiting.recv_timeout(left(end)) {
+            Ok(up) => up.map_err(|reason| anyhow!(reason))?,
+            Err(RecvTimeoutError::Timeout) => bail!("--limit: the model is not loaded in time"),
+            Err(RecvTimeoutError::Disconnected) => bail!("the engine's thread ended"),
+        };
+        let pid = match &*state.borrow() {
+            ModelState::Ready(ready) => ready.pid,
+            ModelState::Loading { .. } | ModelState::Restarting { .. } | ModelState::Failed { .. } => {
+                bail!("the worker died as soon as it was ready")
+            }
+        };
+        let thread = Some(thread);
+        let rig = Self { info, gpu, engine, record, thread, task, worker: pid, next: 1, sent: 0..0, end };
+        rig.share()?;
+        Ok(rig)
+    }
+
+    /// Gives the tenant the whole pool. Its sequences guess nothing: a step is one token of each.
+    fn share(&self) -> anyhow::Result<()> {
+        let (answer, set) = sync_channel(1);
+        self.send(Command::SetTenant {
+            tenant: TENANT,
+            share: ShareSpec { floor: Blocks::ZERO, ceiling: Blocks(self.info.blocks) },
+            prompt_lookup: Some(false),
+            reply: Box::new(move |result| {
+                // Whoever asked has given up.
+                let _ = answer.send(result);
+            }),
+        })?;
+        set.recv_timeout(left(self.end)).context("the engine does not answer")?.context("the pool")
+    }
+
+    /// Waits for room in the inbox.
+    fn send(&self, command: Command<()>) -> anyhow::Result<()> {
+        let mut waiting = command;
+        while let Err((full, command)) = self.engine.send(waiting) {
+            self.check(full)?;
+            thread::sleep(Duration::from_millis(1));
+            waiting = command;
+        }
+        Ok(())
+    }
+
+    /// Whether the engine lives and there is time left.
+    fn check(&self, error: impl std::error::Error + Send + Sync + 'static) -> anyhow::Result<()> {
+        ensure!(Instant::now() < self.end, "--limit: the row took longer");
+        let ended = self.thread.as_ref().is_none_or(JoinHandle::is_finished);
+        if ended { Err(error.into()) } else { Ok(()) }
+    }
+
+    /// Gives it this much time from now.
+    pub fn extend(&mut self, limit: Duration) {
+        self.end = Instant::now() + limit;
+    }
+
+    /// Sends requests, all at once, and returns when the first was sent.
+    ///
+    /// # Errors
+    /// The engine has ended.
+    pub fn begin(&mut self, asked: Asked) -> anyhow::Result<Instant> {
+        thread::sleep(SETTLED);
+        self.sent = self.next..self.next + asked.prompts.len() as u64;
+        self.next = self.sent.end;
+        self.record.begin(self.sent.start, asked.prompts.len());
+        let requests = self.sent.clone().zip(asked.prompts).map(|(number, (prompt, sampling))| NewRequest {
+            id: id(number),
+            tenant: TENANT,
+            prompt,
+            n: 1,
+            max_tokens: Tokens(asked.tokens),
+            stop_ids: Vec::new(),
+            sampling,
+        });
+        let submissions: Vec<_> =
+            requests.map(|request| Box::new(Submission { request, ticket: () })).collect();
+        let start = Instant::now();
+        submissions.into_iter().try_for_each(|submission| self.send(Command::Submit(submission)))?;
+        Ok(start)
+    }
+
+    /// Ends the requests of the round that have not.
+    ///
+    /// # Errors
+    /// The engine has ended.
+    pub fn cancel(&self) -> anyhow::Result<()> {
+        self.sent.clone().try_for_each(|number| self.send(Command::Cancel(id(number))))
+    }
+
+    /// Waits for the goal.
+    ///
+    /// # Errors
+    /// It is not reached in time; or a request was refused or failed, or a worker died on the way.
+    pub fn wait(&self, goal: Goal) -> anyhow::Result<()> {
+        let reached = self.record.wait(goal, left(self.end));
+        let round = self.record.round();
+        let Round { failed, lost, ended, .. } = *round;
+        if let Some(error) = round.refused {
+            return Err(anyhow!(error).context("a request was refused"));
+        }
+        ensure!(lost == 0, "the worker died {lost} time(s); the log above says why");
+        ensure!(failed == 0, "{failed} request(s) failed; the log above says why");
+        ensure!(reached, "--limit: the row took longer; {ended} of {} requests had ended", round.first.len());
+        Ok(())
+    }
+
+    /// What the round came to.
+    pub fn round(&self) -> std::sync::MutexGuard<'_, Round> {
+        self.record.round()
+    }
+
+    /// Processor time and steps so far.
+    pub fn moment(&self) -> Moment {
+        let engine = self.task.as_deref().and_then(machine::thread_time);
+        let worker = machine::process_times(self.worker);
+        Moment { at: Instant::now(), steps: self.record.round().steps.len(), engine, worker }
+    }
+}
+
+impl Moment {
+    /// Time of a step between this and a later one of the same round.
+    pub fn until(&self, later: &Self) -> Processor {
+        let steps = later.steps.saturating_sub(self.steps).max(1) as f64;
+        let us = |nanoseconds: u64| nanoseconds as f64 / 1e3 / steps;
+        let engine = later.engine.zip(self.engine).map(|(after, before)| after.saturating_sub(before));
+        let worker = self.worker.as_ref().zip(later.worker.as_ref());
+        Processor {
+            engine_us: engine.map(us),
+            worker_us: worker.map(|(before, after)| us(machine::taken(before, after))),
+        }
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        let stopped = (0..1_000).any(|_| {
+            let sent = self.engine.send(Command::Stop).is_ok();
+            if !sent {
+                thread::sleep(Duration::from_millis(1));
+            }
+            sent
+        });
+        // Where it does not listen it ends with this process, and its worker with its socket.
+        if let Some(thread) = self.thread.take().filter(|_| stopped) {
+            drop(thread.join());
+        }
+    }
+}
+
+fn left(end: Instant) -> Duration {
+    end.saturating_duration_since(Instant::now())
+}
+
+/// Number of the GPU that a device names.
+fn ordinal(device: &str) -> Option<u32> {
+    device.strip_prefix("cuda:")?.parse().ok()
+}
+
+/// The engine's thread, as a daemon's.
+fn run(
+    mut worker: WorkerProcess,
+    model: &Model,
+    commands: Inbox<()>,
+    record: Arc<Record>,
+    up: &SyncSender<Result<Up, String>>,
+) {
+    let info = match worker.start() {
+        Ok(info) => info,
+        Err(exhausted) => return drop(up.send(Err(exhausted.reason))),
+    };
+    let Loaded { scheduler, ledger } = model::load(&mut worker, model, &info, CACHE_KEY, &Seed::Fresh(None));
+    drop(up.send(Ok((info, machine::this_thread()))));
+    let config = model::engine_config(&worker);
+    let (worker, journal) = (Timed::new(worker, record.clone()), Counted(record));
+    let mut engine = Engine::new(config, commands, scheduler, worker, journal, Unobserved, Instant::now());
+    if let Some((ledger, _)) = ledger {
+        engine = engine.with_ledger(Box::new(ledger));
+    }
+    if let Err(exhausted) = engine.run() {
+        error!(error = exhausted.reason, "the engine ended without a worker");
+    }
+}
