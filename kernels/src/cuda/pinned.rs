@@ -197,7 +197,7 @@ impl<T: Plain> Pinned<T> {
         let bytes = product("pinned buffer", &[len, size_of::<T>()])?;
         Ok(Self {
             memory: HostMemory::zeroed(device, bytes)?,
-            event: Event::new(device)?,
+            event: Event::to_sleep_on(device)?,
             len,
             of: PhantomData,
         })

@@ -74,7 +74,19 @@ impl Event {
     /// # Errors
     /// The device failed.
     pub fn new(device: &Device) -> Result<Self, CudaError> {
-        let event = device.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+        Self::with(device, CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    /// One whose waiters sleep: a wait costs no CPU, and ends some ten microseconds later.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn to_sleep_on(device: &Device) -> Result<Self, CudaError> {
+        Self::with(device, CUevent_flags::CU_EVENT_BLOCKING_SYNC)
+    }
+
+    fn with(device: &Device, flags: CUevent_flags) -> Result<Self, CudaError> {
+        let event = device.context().new_event(Some(flags));
         Ok(Self(event.map_err(during("making an event"))?))
     }
 
