@@ -41,6 +41,7 @@ impl Bench<'_> {
         let asked = self.asked(prompts, output_len);
         let mut row = vec![
             shown("num_requests", "requests", requests),
+            shown("max_num_seqs", "batch", self.model.max_num_seqs),
             shown("input_len", "in", input_len),
             shown("output_len", "out", output_len),
         ];
@@ -62,6 +63,7 @@ impl Bench<'_> {
         let asked = self.asked(prompts, output_len);
         let mut row = vec![
             shown("num_requests", "requests", requests),
+            shown("max_num_seqs", "batch", self.model.max_num_seqs),
             shown("prefix_len", "prefix", prefix_len),
             shown("suffix_len", "suffix", suffix_len),
             shown("output_len", "out", output_len),
