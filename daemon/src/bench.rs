@@ -71,7 +71,7 @@ fn checked(case: &Case) -> Result<Config, String> {
 
 fn run(case: &Case, config: &Config) -> anyhow::Result<()> {
     let around = surroundings(config, Arc::new(FdStore::without_manager()))?;
-    let mut rows = Rows::new(case);
+    let mut paper = Paper::new(case);
     for model in config.models.iter().flat_map(|model| case.models(model)) {
         let limit = Duration::from_secs(case.run().limit.into());
         let rig = Rig::start(&model, &around, Instant::now() + limit)?;
@@ -79,12 +79,12 @@ fn run(case: &Case, config: &Config) -> anyhow::Result<()> {
         let draw = Draw::new(case.run().seed);
         let mut bench = Bench { rig, model: &model, run: case.run(), draw };
         match case {
-            Case::Throughput(throughput) => rows.add(&about, bench.throughput(throughput)?)?,
-            Case::Prefix(prefix) => rows.add(&about, bench.prefix(prefix)?)?,
+            Case::Throughput(throughput) => paper.add(&about, bench.throughput(throughput)?)?,
+            Case::Prefix(prefix) => paper.add(&about, bench.prefix(prefix)?)?,
             Case::Latency(latency) => {
                 for batch in &latency.batch {
                     bench.rig.extend(limit);
-                    rows.add(&about, bench.latency(latency, *batch)?)?;
+                    paper.add(&about, bench.latency(latency, *batch)?)?;
                 }
             }
         }
@@ -114,13 +114,13 @@ fn about(model: &Model, rig: &Rig) -> Row {
 }
 
 /// The rows so far. Each is on paper before the next begins.
-struct Rows<'a> {
+struct Paper<'a> {
     case: &'a str,
     run: &'a RunOptions,
     rows: Vec<Row>,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> Paper<'a> {
     fn new(case: &'a Case) -> Self {
         Self { case: case.name(), run: case.run(), rows: Vec::new() }
     }

@@ -26,6 +26,8 @@ import load
 
 # Ids of generated models below this are bytes and control tokens; those above show as words.
 FIRST_WORD = 259
+# Tokens of an untimed request.
+WARMUP = 20
 HEADINGS = ["streams", "budget", "requests", "seconds", "req/s", "out tok/s", "TTFT50 ms", "TTFT99 ms", "gap50 ms", "gap99 ms", "gap max",
             "srv CPUs", "cli CPUs", "W", "SM MHz"]
 
@@ -88,7 +90,7 @@ class Watch:
 def level(server, streams, budget, options, draw):
     """One line of the table."""
     ask = lambda count: prompts(count, options.input_len, options.vocabulary, draw)
-    drive(server.base, streams, ask(streams), min(options.output_len, 32), options.temperature)
+    drive(server.base, streams, ask(streams), min(options.output_len, WARMUP), options.temperature)
     asked = ask(max(options.least, streams * options.rounds))
     watch = Watch(options.device)
     before = load.processor(server.process.pid)
@@ -106,7 +108,7 @@ def level(server, streams, budget, options, draw):
         "ttft_ms_p50": milli(first, 0.5), "ttft_ms_p99": milli(first, 0.99), "itl_ms_p50": milli(gaps, 0.5),
         "itl_ms_p99": milli(gaps, 0.99), "itl_ms_max": 1000 * max(gaps) if gaps else None,
         "server_cpus": (after[1] - before[1]) / wall, "client_cpus": client / wall, "gpu_watts": watts, "gpu_sm_mhz": mhz,
-        "input_len": options.input_len, "output_len": options.output_len, "prefix_cache": "on",
+        "warmup_steps": min(options.output_len, WARMUP), "input_len": options.input_len, "output_len": options.output_len, "prefix_cache": "on",
         "sampling": "greedy" if options.temperature == 0 else f"T={options.temperature:g}", "cached_tokens": sum(r["cached"] or 0 for r in good),
     }
 
@@ -135,7 +137,7 @@ def main():
     options = parser.parse_args()
     draw, rows = random.Random(7), []
     print(f"{options.path} on {options.device}, {options.input_len}/{options.output_len} tokens, T={options.temperature:g}, prefix cache on; "
-          "per level as many untimed requests as streams")
+          f"warm-up: as many requests as streams, of {WARMUP} tokens")
     line(HEADINGS)
     for budget in options.budgets:
         with tempfile.TemporaryDirectory(prefix="pagedd-bench-") as work:

@@ -6,6 +6,7 @@
 #   run.sh list           groups and what is in them
 #   run.sh table          the table of what has been measured
 #
+# It ends with 1 where a run failed; a bar that is missed is no failure.
 # Results lie in results/, a log and a JSON file for each run; RESULTS=FOLDER names another folder. GPU=N takes another GPU than the first.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -19,10 +20,10 @@ rows() { sed -e '/^ *#/d' -e '/^ *$/d' -e 's/ *| */|/g' -e 's/^ *//' -e 's/ *$//
 
 # CUDA's libraries where the loader does not know them.
 find_libraries() {
-  local name folder
+  local name folder known=${LD_LIBRARY_PATH:-}
   for name in libcuda.so.1 libcublasLt.so.13; do
     /sbin/ldconfig -p 2>/dev/null | grep -q -F "$name" && continue
-    for folder in ${LD_LIBRARY_PATH//:/ } /usr/local/cuda/lib64 /usr/local/cuda-13*/lib64 /usr/local/nvidia/lib64 /usr/lib/x86_64-linux-gnu \
+    for folder in ${known//:/ } /usr/local/cuda/lib64 /usr/local/cuda-13*/lib64 /usr/local/nvidia/lib64 /usr/lib/x86_64-linux-gnu \
       $(python3 -c 'import sys; [print(f"{p}/nvidia/cu13/lib {p}/nvidia/cublas/lib") for p in sys.path if p]' 2>/dev/null); do
       if [ -e "$folder/$name" ]; then
         export LD_LIBRARY_PATH=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
@@ -43,8 +44,8 @@ run() {
   echo "$code" > "$results/$name.code"
   case $code in
     0) ;;
-    124 | 137) echo "run.sh: $name took longer than its $seconds s" >&2 ;;
-    *) echo "run.sh: $name ended with exit code $code" >&2 ;;
+    124 | 137) failed=1; echo "run.sh: $name took longer than its $seconds s" >&2 ;;
+    *) failed=1; echo "run.sh: $name ended with exit code $code" >&2 ;;
   esac
   printf '   %s s\n' $((SECONDS - start))
 }
@@ -84,13 +85,14 @@ figure() {
 short() { awk -v n="$1" 'BEGIN { if (n + 0 != n) print n; else if (n == int(n)) print n; else printf (n < 100 ? "%.3f\n" : "%.1f\n"), n }'; }
 
 table() {
-  local kind name where field relation bar peer says value verdict met=0 missed=0
+  local kind name where field relation bar peer says value verdict stated part met=0 missed=0 unknown=0
   printf '\n%-58s %9s %9s %-7s %-16s %s\n' what measured bar '' vLLM 'sampling, cache, budget, warm-up, W, MHz'
   while IFS='|' read -r kind name where field relation bar peer says; do
     [ "$kind" = show ] || continue
     value=$(figure "$name" "$where" "$field")
     if [ -z "$value" ] || [ "$value" = null ]; then
-      verdict='-'
+      unknown=$((unknown + 1))
+      continue
     elif [ "$relation" = '-' ]; then
       verdict=
     elif awk -v a="$value" -v b="$bar" -v r="$relation" 'BEGIN { exit !(r == "<=" ? a <= b : r == ">=" ? a >= b : a == b) }'; then
@@ -98,17 +100,17 @@ table() {
     else
       verdict=MISSED missed=$((missed + 1))
     fi
-    local stated= part
-    if [ "$field" != exit ] && [ -n "$value" ]; then
+    stated=
+    if [ "$field" != exit ]; then
       for part in sampling prefix_cache max_num_batched_tokens warmup_steps gpu_watts gpu_sm_mhz; do
         part=$(figure "$name" "$where" "$part")
-        stated+="${stated:+, }$(short "${part:--}")"
+        stated+="${stated:+, }$(short "${part/null/-}")"
       done
     fi
     [ "$relation" = '-' ] && bar='-' relation=
-    printf '%-58s %9s %9s %-7s %-16s %s\n' "$says" "$(short "${value:--}")" "$relation $bar" "$verdict" "${peer:--}" "$stated"
+    printf '%-58s %9s %9s %-7s %-16s %s\n' "$says" "$(short "$value")" "$relation $bar" "$verdict" "${peer:--}" "$stated"
   done < <(rows)
-  printf '%s met, %s missed\n' "$met" "$missed"
+  printf '%s met, %s missed, %s not measured\n' "$met" "$missed" "$unknown"
 }
 
 case ${1:-} in

@@ -8,7 +8,7 @@ use pagedd_core::{TokenId, Tokens};
 
 use super::load::Draw;
 use super::numbers::{mean, median, percentile};
-use super::options::{Latency, Prefix, RunOptions, Throughput};
+use super::options::{Latency, RunOptions, SharedPrefix, Throughput};
 use super::record::{Goal, Round};
 use super::report::{Row, Value, kept, shown};
 use super::rig::{Asked, Moment, Processor, Rig};
@@ -41,6 +41,7 @@ impl Bench<'_> {
         let asked = self.asked(prompts, output_len);
         let mut row = vec![
             shown("num_requests", "requests", requests),
+            shown("max_num_seqs", "batch", self.model.max_num_seqs),
             shown("input_len", "in", input_len),
             shown("output_len", "out", output_len),
         ];
@@ -52,8 +53,8 @@ impl Bench<'_> {
     ///
     /// # Errors
     /// As [`Bench::throughput`].
-    pub fn prefix(&mut self, case: &Prefix) -> anyhow::Result<Row> {
-        let Prefix { requests, prefix_len, suffix_len, output_len, .. } = *case;
+    pub fn prefix(&mut self, case: &SharedPrefix) -> anyhow::Result<Row> {
+        let SharedPrefix { requests, prefix_len, suffix_len, output_len, .. } = *case;
         let options = "--prefix-len, --suffix-len and --output-len";
         self.check_length(options, prefix_len.saturating_add(suffix_len), output_len)?;
         self.warm_up(prefix_len + suffix_len, requests)?;
@@ -62,6 +63,7 @@ impl Bench<'_> {
         let asked = self.asked(prompts, output_len);
         let mut row = vec![
             shown("num_requests", "requests", requests),
+            shown("max_num_seqs", "batch", self.model.max_num_seqs),
             shown("prefix_len", "prefix", prefix_len),
             shown("suffix_len", "suffix", suffix_len),
             shown("output_len", "out", output_len),
@@ -242,8 +244,8 @@ fn steps(round: &Round, measured: &[usize], step_ms: Option<f64>, processor: Pro
         shown("steps", "steps", measured.len() as u64),
         shown("compute_us", "compute us", Value::real(mean(&compute), 0)),
         shown("outside_us", "outside us", Value::real(outside, 0)),
-        shown("engine_cpu_us", "engine CPU", Value::real(processor.engine_us, 0)),
-        shown("worker_cpu_us", "worker CPU", Value::real(processor.worker_us, 0)),
+        shown("engine_cpu_us", "engine CPU us", Value::real(processor.engine_us, 0)),
+        shown("worker_cpu_us", "worker CPU us", Value::real(processor.worker_us, 0)),
     ]
 }
 

@@ -28,7 +28,7 @@ pub enum Case {
     /// Time per token while so many sequences run, and the time of their prompts
     Latency(Latency),
     /// Requests per second where all prompts begin alike
-    Prefix(Prefix),
+    Prefix(SharedPrefix),
 }
 
 impl Case {
@@ -83,8 +83,6 @@ const SEATS: u32 = 256;
 /// Of `throughput`.
 #[derive(Args, Debug)]
 pub struct Throughput {
-    #[command(flatten)]
-    pub model: ModelOptions,
     /// Requests
     #[arg(long, value_name = "N", default_value = "1000", value_parser = count(1_000_000))]
     pub requests: u32,
@@ -94,6 +92,10 @@ pub struct Throughput {
     /// Tokens of an answer
     #[arg(long, value_name = "N", default_value = "128", value_parser = count(MOST_TOKENS))]
     pub output_len: u32,
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelOptions,
+    /// How it is measured.
     #[command(flatten)]
     pub run: RunOptions,
 }
@@ -101,8 +103,6 @@ pub struct Throughput {
 /// Of `latency`.
 #[derive(Args, Debug)]
 pub struct Latency {
-    #[command(flatten)]
-    pub model: ModelOptions,
     /// Sequences that run together, a row for each of these
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,8,64,256", value_parser = count(MOST_SEATS))]
     pub batch: Vec<u32>,
@@ -112,15 +112,17 @@ pub struct Latency {
     /// Steps in which all sequences run, with those of the warm-up
     #[arg(long, value_name = "N", default_value = "128", value_parser = count(MOST_TOKENS))]
     pub output_len: u32,
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelOptions,
+    /// How it is measured.
     #[command(flatten)]
     pub run: RunOptions,
 }
 
 /// Of `prefix`.
 #[derive(Args, Debug)]
-pub struct Prefix {
-    #[command(flatten)]
-    pub model: ModelOptions,
+pub struct SharedPrefix {
     /// Requests
     #[arg(long, value_name = "N", default_value = "512", value_parser = count(1_000_000))]
     pub requests: u32,
@@ -133,6 +135,10 @@ pub struct Prefix {
     /// Tokens of an answer
     #[arg(long, value_name = "N", default_value = "64", value_parser = count(MOST_TOKENS))]
     pub output_len: u32,
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelOptions,
+    /// How it is measured.
     #[command(flatten)]
     pub run: RunOptions,
 }
@@ -150,7 +156,7 @@ fn count(most: u32) -> RangedI64ValueParser<u32> {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "How")]
 pub struct RunOptions {
-    /// Most tokens of a step, a row for each of these [default: the model's max_num_batched_tokens]
+    /// Most tokens of a step, a row for each of these [default: the model's `max_num_batched_tokens`]
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = count(1_048_576))]
     pub budget: Vec<u32>,
     /// Whether prompts reuse what is computed of earlier ones [default: as the model is configured, `on` with --path]

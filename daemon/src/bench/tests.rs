@@ -225,7 +225,7 @@ fn whoever_waits_is_woken_by_the_goal_or_gives_up_in_time() {
             let finished = vec![finished(1, FinishReason::Length)];
             journal.commit(StepRecord { finished, ..StepRecord::default() });
         });
-        assert!(record.wait(Goal::Ended, Duration::from_secs(60)));
+        assert!(record.wait(Goal::Ended, Duration::from_mins(1)));
     });
 }
 
