@@ -155,11 +155,18 @@ fn run(
     // Where nothing comes, the daemon does not start.
     let Ok(Go { cache_key, recorder, seed }) = go.recv() else { return };
     let scheduler = Scheduler::new(scheduler_config(config, &info, cache_key));
-    info!(model = config.name.as_str(), blocks = info.blocks, block_size = info.block_size, "engine runs");
+    let depth = depth(worker.device());
+    info!(
+        model = config.name.as_str(),
+        blocks = info.blocks,
+        block_size = info.block_size,
+        plans = depth,
+        "engine runs"
+    );
     let ledger = worker.ledger(&info, cache_key, &seed);
     drop(seed);
     let journal = RecorderJournal { recorder };
-    let engine_config = EngineConfig { depth: depth(worker.device()), ..EngineConfig::default() };
+    let engine_config = EngineConfig { depth, ..EngineConfig::default() };
     let mut engine = Engine::new(engine_config, commands, scheduler, worker, journal, observer, start);
     match ledger {
         Ok((ledger, copies)) => {
