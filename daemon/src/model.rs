@@ -181,11 +181,17 @@ fn run(
     };
     // Where nothing comes, the daemon does not start.
     let Ok(Go { cache_key, recorder, seed }) = go.recv() else { return };
-    info!(model = config.name.as_str(), blocks = info.blocks, block_size = info.block_size, "engine runs");
+    let engine_config = engine_config(&worker);
+    info!(
+        model = config.name.as_str(),
+        blocks = info.blocks,
+        block_size = info.block_size,
+        plans = engine_config.depth,
+        "engine runs"
+    );
     let Loaded { scheduler, ledger } = load(&mut worker, config, &info, cache_key, &seed);
     drop(seed);
     let journal = RecorderJournal { recorder };
-    let engine_config = engine_config(&worker);
     let mut engine = Engine::new(engine_config, commands, scheduler, worker, journal, observer, start);
     if let Some((ledger, copies)) = ledger {
         shelf.get_or_init(|| copies);
