@@ -22,16 +22,21 @@ build() { cargo build --locked --release ${JOBS:+--jobs "$JOBS"} "$@"; }
 build --package pagedd --package pagedd-gateway --package pagedctl --bins
 build --package pagedd-worker --features cuda --bins
 build --package pagedd-kernels --features cuda --example cuda_bench
+# The worker's own tests of a GPU: ignored where there is none.
+tests=$(cargo test --locked --release ${JOBS:+--jobs "$JOBS"} --package pagedd-worker --features cuda --test worker --no-run --message-format json |
+  sed -n 's/.*"name":"worker".*"executable":"\([^"]*\)".*/\1/p' | tail -1)
+[ -x "$tests" ] || die "the worker's tests were not built"
 built=${CARGO_TARGET_DIR:-$root/target}/release
 
 rm -rf "$folder"
-mkdir -p "$folder/bin" "$folder/bench" "$folder/models" "$folder/reference"
+mkdir -p "$folder/bin" "$folder/bench" "$folder/models" "$folder/tests/fixtures/reference"
 for program in pagedd pagedd-worker pagedd-gateway pagedctl examples/cuda_bench; do
   strip -o "$folder/bin/${program##*/}" "$built/$program"
 done
-cp scripts/gpu/run.sh scripts/gpu/rows.txt scripts/gpu/pagedd.yaml "$folder/"
+strip -o "$folder/bin/worker_tests" "$tests"
+cp scripts/gpu/{run.sh,check.sh,rows.txt,pagedd.yaml} "$folder/"
 cp scripts/bench/*.py "$folder/bench/"
-cp tests/fixtures/reference/*.json "$folder/reference/"
+cp tests/fixtures/reference/*.json "$folder/tests/fixtures/reference/"
 model=$cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 if [ "$MODEL" != none ]; then
   [ -f "$model" ] || die "$model is missing; fetch it: make model"

@@ -23,8 +23,10 @@ pub fn real() -> PathBuf {
     path
 }
 
+/// Where fixtures are found: on a machine without the sources, where `PAGEDD_REPOSITORY` says.
 pub fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+    std::env::var_os("PAGEDD_REPOSITORY")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../.."), PathBuf::from)
 }
 
 /// A tiny model on disk.
