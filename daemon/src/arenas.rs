@@ -19,7 +19,7 @@ use pagedd_host::fdstore::{FdStore, StoreError};
 use pagedd_host::shared::SharedMemory;
 use pagedd_kv::{Ledger, LedgerHeader, PrefixHasher};
 use pagedd_wire::worker::{Arena, Device, KnownCost, ModelInfo};
-use pagedd_wire::{FrameBuffer, encode};
+use pagedd_wire::{FrameBuffer, FrameError, encode};
 use tracing::{info, warn};
 
 use crate::blocks::Shelf;
@@ -49,16 +49,21 @@ pub struct Arenas {
     writer: Option<OwnedFd>,
     /// What steps took a worker of an earlier daemon, or of this one.
     cost: Option<KnownCost>,
+    /// Which algorithms multiplied there.
+    algorithms: Vec<u8>,
 }
 
 impl Arenas {
     /// What an earlier daemon left in `store` for this model, which runs on `device`.
     pub fn new(store: Arc<FdStore>, model: &str, device: Device) -> Self {
         let take = |kind| store.take(&name(kind, model));
-        let (ledger, writer, cost) = (take(LEDGER), take(WORKER), take(COST).and_then(read_cost));
+        let (ledger, writer) = (take(LEDGER), take(WORKER));
+        let cost = take(COST).and_then(frame).and_then(|mut frame| frame.next_frame().ok()?);
+        let algorithms = take(ALGORITHMS).and_then(frame).and_then(|mut frame| frame.next_frame().ok()?);
         let take = |kind| take_arena(&store, kind, device, model);
         let (weights, kv) = (take(WEIGHTS), take(KV));
-        Self { store, model: model.to_owned(), device, weights, kv, ledger, writer, cost }
+        let algorithms = algorithms.unwrap_or_default();
+        Self { store, model: model.to_owned(), device, weights, kv, ledger, writer, cost, algorithms }
     }
 
     /// What is known of the time that steps take.
@@ -72,12 +77,32 @@ impl Arenas {
             return;
         }
         self.cost = Some(cost);
-        let kept = write_cost(&cost).and_then(|memory| {
-            self.store.store(&name(COST, &self.model), memory.as_fd()).map_err(io::Error::other)
-        });
-        if let Err(error) = kept {
+        if let Err(error) = self.keep_frame(COST, encode(&cost)) {
             warn!(model = self.model, %error, "the next daemon will measure anew what steps take");
         }
+    }
+
+    /// Which algorithms multiply; none where a worker has nothing to choose or has not chosen.
+    pub fn algorithms(&self) -> &[u8] {
+        &self.algorithms
+    }
+
+    /// Keeps what a worker has chosen: the bits of products stay the same over workers and daemons.
+    pub fn keep_algorithms(&mut self, algorithms: &[u8]) {
+        if algorithms.is_empty() || self.algorithms == algorithms {
+            return;
+        }
+        algorithms.clone_into(&mut self.algorithms);
+        if let Err(error) = self.keep_frame(ALGORITHMS, encode(&algorithms)) {
+            warn!(model = self.model, %error, "the next daemon will choose anew which algorithms multiply");
+        }
+    }
+
+    fn keep_frame(&self, kind: &str, frame: Result<Vec<u8>, FrameError>) -> io::Result<()> {
+        let frame = frame.map_err(io::Error::other)?;
+        let mut memory = SharedMemory::create(&format!("pagedd-{kind}"), frame.len())?;
+        memory.as_mut().copy_from_slice(&frame);
+        self.store.store(&name(kind, &self.model), memory.as_fd()).map_err(io::Error::other)
     }
 
     /// Ends the last worker of an earlier daemon. Where it is not proven gone, its KV arena is not used again.
@@ -207,6 +232,7 @@ const KV: &str = "kv";
 const LEDGER: &str = "ledger";
 const WORKER: &str = "worker";
 const COST: &str = "cost";
+const ALGORITHMS: &str = "algorithms";
 
 /// What the manager holds the ledger of a model's KV arena under.
 pub fn ledger_name(model: &str) -> String {
@@ -263,19 +289,12 @@ fn prove_gone(process: &Pidfd) -> Result<(), String> {
     }
 }
 
-fn write_cost(cost: &KnownCost) -> io::Result<SharedMemory> {
-    let frame = encode(cost).map_err(io::Error::other)?;
-    let mut memory = SharedMemory::create("pagedd-cost", frame.len())?;
-    memory.as_mut().copy_from_slice(&frame);
-    Ok(memory)
-}
-
-/// Whoever wrote it may have been of another version: what makes no sense is nothing.
-fn read_cost(fd: OwnedFd) -> Option<KnownCost> {
+/// A frame that an earlier daemon kept. Whoever wrote it may have been of another version: what makes no sense is nothing.
+fn frame(fd: OwnedFd) -> Option<FrameBuffer> {
     let memory = SharedMemory::map(fd).ok()?;
     let mut frame = FrameBuffer::new();
     frame.push(memory.as_ref());
-    frame.next_frame().ok()?
+    Some(frame)
 }
 
 /// The ledger in an fd of an earlier daemon's.

@@ -47,6 +47,7 @@ pub fn hello(config: &Model) -> wire::Hello {
         weights_bytes: 0,
         kv_bytes: 0,
         known_cost: None,
+        algorithms: Vec::new(),
     }
 }
 

@@ -298,6 +298,7 @@ impl WorkerProcess {
             weights_bytes: bytes(weights),
             kv_bytes: bytes(kv),
             known_cost: self.arenas.known_cost(),
+            algorithms: self.arenas.algorithms().to_vec(),
             ..spec.hello.clone()
         };
         let fds: Vec<BorrowedFd<'_>> =
@@ -344,6 +345,7 @@ impl WorkerProcess {
                         info.cost = before.cost;
                     } else {
                         self.arenas.keep_cost(KnownCost::new(&spec.hello, &info));
+                        self.arenas.keep_algorithms(&info.algorithms);
                     }
                     let cost = StepCost::from(info.cost);
                     info!(

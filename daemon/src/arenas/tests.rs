@@ -35,6 +35,7 @@ fn info() -> ModelInfo {
         kernels: "generic".to_owned(),
         load_us: 0,
         cost: Measured::from(StepCost::UNKNOWN),
+        algorithms: Vec::new(),
     }
 }
 
@@ -200,13 +201,26 @@ fn known() -> KnownCost {
 
 #[test]
 fn what_steps_took_is_read_back_and_what_is_none_of_it_is_nothing() {
-    let memory = write_cost(&known()).unwrap();
-    assert_eq!(read_cost(copy(&memory)), Some(known()));
-    assert_eq!(read_cost(arena()), None, "zeros");
-    assert_eq!(read_cost(File::open("/proc/self/exe").unwrap().into()), None);
-    let mut cut = SharedMemory::create("cost", 9).unwrap();
-    cut.as_mut().copy_from_slice(&memory.as_ref()[..9]);
-    assert_eq!(read_cost(copy(&cut)), None);
+    let read = |fd| -> Option<KnownCost> { frame(fd)?.next_frame().ok()? };
+    let bytes = encode(&known()).unwrap();
+    let memory = |bytes: &[u8]| {
+        let mut memory = SharedMemory::create("cost", bytes.len()).unwrap();
+        memory.as_mut().copy_from_slice(bytes);
+        memory
+    };
+    assert_eq!(read(copy(&memory(&bytes))), Some(known()));
+    assert_eq!(read(arena()), None, "zeros");
+    assert_eq!(read(File::open("/proc/self/exe").unwrap().into()), None);
+    assert_eq!(read(copy(&memory(&bytes[..9]))), None);
+}
+
+#[test]
+fn algorithms_are_kept_until_others_come() {
+    let mut arenas = left(None, None, None);
+    for (told, kept) in [(&b""[..], &b""[..]), (b"some", b"some"), (b"", b"some"), (b"others", b"others")] {
+        arenas.keep_algorithms(told);
+        assert_eq!(arenas.algorithms(), kept);
+    }
 }
 
 #[test]

@@ -72,6 +72,8 @@ pub struct Hello {
     pub kv_bytes: u64,
     /// What an earlier worker measured: where it was the same in all that counts, nothing is measured again.
     pub known_cost: Option<KnownCost>,
+    /// [`ModelInfo::algorithms`] of an earlier worker: its products have the same bits. Empty where there was none.
+    pub algorithms: Vec<u8>,
 }
 
 /// What steps took an earlier worker, and all that it depends on.
@@ -344,6 +346,8 @@ pub struct ModelInfo {
     pub load_us: u64,
     /// What steps take; all zero where it was not measured.
     pub cost: StepCost,
+    /// Which algorithms multiply, as the device's library keeps them; empty where there is nothing to choose.
+    pub algorithms: Vec<u8>,
 }
 
 /// What a step takes, in microseconds; see [`pagedd_core::StepCost`].

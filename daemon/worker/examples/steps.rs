@@ -10,7 +10,7 @@ fn main() -> anyhow::Result<()> {
     let start = Instant::now();
     let hello = Hello { protocol: PROTOCOL, path, device: Device::Cuda { ordinal: 0 }, dtype: Dtype::Auto, kv_dtype: KvDtype::Bf16, block_size: 16,
         kv_memory: KvMemory::Auto, max_model_len: Some(std::env::var("LEN").map_or(131072, |x| x.parse().unwrap())), max_num_seqs: 256, max_num_batched_tokens: budget, threads: Some(16), deterministic: false,
-        measure: false, weights_fd: false, kv_fd: false, weights_bytes: 0, kv_bytes: 0, known_cost: None };
+        measure: false, weights_fd: false, kv_fd: false, weights_bytes: 0, kv_bytes: 0, known_cost: None, algorithms: Vec::new() };
     let mut runner = ModelRunner::load(&hello, Fds::default(), &mut |_| true)?;
     println!("loaded in {:?}, {} blocks", start.elapsed(), runner.info().blocks);
     let greedy = pagedd_core::SamplingParams::GREEDY;

@@ -69,6 +69,7 @@ fn main() -> anyhow::Result<()> {
         weights_bytes: 0,
         kv_bytes: 0,
         known_cost: None,
+        algorithms: Vec::new(),
     };
     let start = Instant::now();
     let mut runner = ModelRunner::load(&hello, Fds::default(), &mut |_| true)?;

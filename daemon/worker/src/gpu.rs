@@ -9,11 +9,12 @@ mod load;
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::time::Instant;
 
 use half::bf16;
 use pagedd_core::{BlockId, TokenId};
 use pagedd_kernels::cuda::{
-    CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Device,
+    Algorithms, CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Device,
     DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, Ticket, TokenSource,
 };
 use pagedd_kernels::sample::Adjustment;
@@ -145,11 +146,34 @@ pub fn load(
     let memory = DecoderMemory { weights, kv, offset: HEADER_BYTES };
     let most = DecoderLimits { blocks, ..most };
     let draws = most.draws;
-    let decoder = Decoder::new(&stream, shape, layout, memory, most)?;
+    let mut decoder = Decoder::new(&stream, shape, layout, memory, most)?;
+    let algorithms = algorithms(&mut decoder, hello)?;
     decoder.synchronize()?;
     let deterministic = hello.deterministic;
     let model = GpuModel { decoder, draws, deterministic, kv_reused, blocks, layout: Layout::default(), out: VecDeque::new() };
-    Ok(Loaded { model: Box::new(model), info })
+    Ok(Loaded { model: Box::new(model), info: ModelInfo { algorithms, ..info } })
+}
+
+/// Which algorithms multiply: those of an earlier worker, or those that are found to be fastest now, where there is time for it. Where a row's
+/// bits are to be its own, there is one for each product, and nothing to choose.
+fn algorithms(decoder: &mut Decoder<Element>, hello: &Hello) -> Result<Vec<u8>, CudaError> {
+    if hello.deterministic {
+        return Ok(Vec::new());
+    }
+    if !hello.algorithms.is_empty() {
+        let found = Algorithms::from_bytes(&hello.algorithms).and_then(|found| decoder.restore(&found));
+        match found {
+            Ok(_) => return Ok(hello.algorithms.clone()),
+            Err(why) => tracing::warn!(%why, "algorithms of an earlier worker are not used"),
+        }
+    }
+    if !hello.measure {
+        return Ok(Vec::new());
+    }
+    let start = Instant::now();
+    let found = decoder.tune()?;
+    tracing::info!(took_us = start.elapsed().as_micros() as u64, products = found.len(), "products tuned");
+    Ok(found.to_bytes())
 }
 
 fn check_types(hello: &Hello) -> Result<(), LoadError> {

@@ -483,6 +483,7 @@ pub fn info(source: &ModelSource, request: &KvRequest) -> ModelInfo {
         kernels: String::new(),
         load_us: 0,
         cost: StepCost::UNKNOWN.into(),
+        algorithms: Vec::new(),
     }
 }
 

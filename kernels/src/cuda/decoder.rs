@@ -14,6 +14,7 @@ mod forward;
 mod shape;
 #[cfg(test)]
 mod tests;
+mod tune;
 
 use std::collections::HashMap;
 

@@ -60,6 +60,7 @@ pub fn hello(path: &Path, dtype: Dtype) -> Hello {
         weights_bytes: 0,
         kv_bytes: 0,
         known_cost: None,
+        algorithms: Vec::new(),
     }
 }
 

@@ -42,8 +42,8 @@ pub(super) enum Head {
 #[derive(Debug)]
 pub(super) struct Work<T: Half> {
     pub(super) memory: DecoderMemory,
-    shape: DecoderShape,
-    places: DecoderPlaces,
+    pub(super) shape: DecoderShape,
+    pub(super) places: DecoderPlaces,
     units: usize,
     arena_bytes: usize,
     tokens: Tokens,
@@ -53,18 +53,18 @@ pub(super) struct Work<T: Half> {
     decode: DecodePlan,
     prefill: PrefillPlan,
     copies: BlockCopies,
-    gemm: Gemm,
+    pub(super) gemm: Gemm,
     pub(super) sampler: Sampler,
     pub(super) ring: PinnedRing,
     /// The residual stream: `[tokens][hidden]`.
     x: Buffer<f32>,
     /// What an operator adds to it.
-    delta: Buffer<T>,
-    normed: Buffer<T>,
-    qkv: Buffer<T>,
-    attended: Buffer<T>,
-    gate_up: Buffer<T>,
-    activated: Buffer<T>,
+    pub(super) delta: Buffer<T>,
+    pub(super) normed: Buffer<T>,
+    pub(super) qkv: Buffer<T>,
+    pub(super) attended: Buffer<T>,
+    pub(super) gate_up: Buffer<T>,
+    pub(super) activated: Buffer<T>,
     /// `[wanted][vocabulary]`.
     pub(super) logits: Buffer<f32>,
     /// Host memory for the padded tokens of a step.
@@ -316,6 +316,6 @@ fn view<E: Plain>(weights: &SharedBuffer, offset: usize, place: Place) -> Result
     Ok(view)
 }
 
-fn matrix<T: Half>(memory: &DecoderMemory, place: Place) -> Result<View<'_, T>, CudaError> {
+pub(super) fn matrix<T: Half>(memory: &DecoderMemory, place: Place) -> Result<View<'_, T>, CudaError> {
     view(&memory.weights, memory.offset, place)
 }
