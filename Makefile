@@ -30,6 +30,15 @@ model: ## Fetch the model of demo and tests (98 MB, once, into .cache)
 build: tools ## Release build of the four binaries, into target/release
 	cargo build --locked --release --workspace --bins
 
+.PHONY: build-gpu
+build-gpu: tools cuda-toolchain ## Release build with GPU support: models with `device: cuda:N`
+	cargo build --locked --release --workspace --bins --features pagedd-worker/cuda
+
+.PHONY: test-gpu
+test-gpu: tools model cuda-toolchain ## On a host with a GPU: every kernel against the CPU, and the worker with the real model
+	cargo run --locked --release --package pagedd-worker --features cuda -- selfcheck --failed
+	cargo test --locked --release --package pagedd-worker --features cuda --test worker -- --ignored --test-threads=1 gpu::
+
 .PHONY: build-dev
 build-dev: tools
 	cargo build --locked $(POINTS) --workspace --bins --tests
