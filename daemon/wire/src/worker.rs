@@ -33,6 +33,7 @@ pub enum ToWorker {
 pub const MOST_IN_FLIGHT: usize = 2;
 
 /// What to load, and on what.
+#[allow(clippy::struct_excessive_bools, reason = "each is a question of its own")]
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Hello {
     /// [`crate::PROTOCOL`].
