@@ -33,7 +33,7 @@ pub enum ToWorker {
 pub const MOST_IN_FLIGHT: usize = 2;
 
 /// What to load, and on what.
-#[allow(clippy::struct_excessive_bools, reason = "each is a question of its own")]
+#[allow(clippy::struct_excessive_bools, reason = "settings that have nothing to do with one another")]
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Hello {
     /// [`crate::PROTOCOL`].
