@@ -372,6 +372,7 @@ impl Case {
         assert_eq!(daemon.model()["blocks_held"], 0);
         let log = daemon.site().log_text();
         assert!(!log.contains("it is set aside"), "a request was set aside");
+        assert_eq!(log.contains("plans=2"), self.ahead, "so many plans at a time");
         daemon.stop();
     }
 }

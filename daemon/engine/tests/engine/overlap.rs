@@ -212,7 +212,9 @@ fn wherever_workers_die_every_request_gives_what_it_gives_alone() {
             let case = Case { deaths_in_a_row: 2, plan_deaths: 4, ..Case::new(depth, seed) };
             let requests = mixed();
             let (journaled, _) = case.run(&requests, &seen);
-            requests.iter().for_each(|request| journaled.check(request));
+            for request in &requests {
+                journaled.check(request);
+            }
         }
         let (deaths, named) = (deaths(&seen), seen.named.get());
         println!("depth {depth}: {deaths:?} deaths with 0, 1 and 2 plans, {named} inputs named ahead");
