@@ -28,7 +28,8 @@ pub use attention::{Attention, DecodeLimits, DecodePlan, PrefillPlan, decode, pr
 pub use batch::{DeviceBatch, DeviceKvLayout, Indices};
 pub use buffer::{Buffer, Plain, View, ViewMut};
 pub use decoder::{
-    Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Draws, LayerPlaces, Place, Ticket, bucket,
+    Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Draws, LayerPlaces,
+    Place, Ticket, bucket,
 };
 pub use device::{Device, DeviceInfo};
 pub use elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, silu_mul};

@@ -9,7 +9,9 @@ use std::path::Path;
 use pagedd_core::BlockId;
 use pagedd_kernels::{Isa, KvElement, KvLayout, KvRow, SlotMapping, copy_block};
 use pagedd_model::ModelSource;
-use pagedd_wire::worker::{Arena as WhichArena, BlockCopy, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled};
+use pagedd_wire::worker::{
+    Arena as WhichArena, BlockCopy, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled,
+};
 
 use crate::arena::{self, Arena, ArenaError, Header, Kind};
 use crate::batch::{self, Batch, Limits};

@@ -14,13 +14,15 @@ use std::time::Instant;
 use half::bf16;
 use pagedd_core::{BlockId, TokenId};
 use pagedd_kernels::cuda::{
-    Algorithms, CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Device,
-    DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, Ticket, TokenSource,
+    Algorithms, CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep,
+    Device, DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, Ticket, TokenSource,
 };
 use pagedd_kernels::sample::Adjustment;
 use pagedd_kernels::{KvRow, Pairing};
 use pagedd_model::{ModelConfig, ModelSource, RopePairing};
-use pagedd_wire::worker::{Arena as WhichArena, BlockCopy, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled};
+use pagedd_wire::worker::{
+    Arena as WhichArena, BlockCopy, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled,
+};
 
 use crate::arena::{HEADER_BYTES, Header, Kind};
 use crate::batch::{self, Batch, BatchRow, Limits};
@@ -150,7 +152,15 @@ pub fn load(
     let algorithms = algorithms(&mut decoder, hello)?;
     decoder.synchronize()?;
     let deterministic = hello.deterministic;
-    let model = GpuModel { decoder, draws, deterministic, kv_reused, blocks, layout: Layout::default(), out: VecDeque::new() };
+    let model = GpuModel {
+        decoder,
+        draws,
+        deterministic,
+        kv_reused,
+        blocks,
+        layout: Layout::default(),
+        out: VecDeque::new(),
+    };
     Ok(Loaded { model: Box::new(model), info: ModelInfo { algorithms, ..info } })
 }
 
@@ -304,7 +314,12 @@ fn weights_identity(source: &ModelSource, places: &DecoderPlaces) -> [u8; 32] {
 }
 
 /// Everything that the bytes of a KV block depend on, beside its tokens.
-fn kv_identity(weights: &[u8; 32], layout: &DeviceKvLayout, device: &Device, deterministic: bool) -> [u8; 32] {
+fn kv_identity(
+    weights: &[u8; 32],
+    layout: &DeviceKvLayout,
+    device: &Device,
+    deterministic: bool,
+) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("pagedd KV arena of a GPU");
     hasher.update(weights);
     hasher.update(format!("{layout:?}").as_bytes());
@@ -403,13 +418,7 @@ impl Compute for GpuModel {
 impl Layout {
     /// With `sequences` a row's bits are to depend on its own tokens alone: what is of a prompt is attended for by one kernel, what comes
     /// after by the other, however it comes. Without, a row of one token is decoded.
-    fn set(
-        &mut self,
-        copies: &[BlockCopy],
-        batch: &Batch,
-        wanted: &[usize],
-        sequences: Option<&Sequences>,
-    ) {
+    fn set(&mut self, copies: &[BlockCopy], batch: &Batch, wanted: &[usize], sequences: Option<&Sequences>) {
         self.copies.clear();
         self.copies.extend(copies.iter().map(|c| (BlockId(c.from), BlockId(c.to), c.tokens as usize)));
         let prompt_tokens = |row: &BatchRow| match sequences {
@@ -511,12 +520,7 @@ fn adjustments(past: Past<'_>) -> Vec<Adjustment> {
 }
 
 /// What is reported of a draw.
-fn sampled(
-    draw: &Pending,
-    drawn: Drawn,
-    logprob: Option<f32>,
-    ranked: &[Ranked],
-) -> Result<Sampled, String> {
+fn sampled(draw: &Pending, drawn: Drawn, logprob: Option<f32>, ranked: &[Ranked]) -> Result<Sampled, String> {
     let token = drawn.token().map_err(|error| crate::sample::invalid(&error))?;
     let mut sampled = Sampled { seq: draw.of.seq, token: token.0, logprob: None, top: Vec::new() };
     if let Some(count) = draw.of.params.logprobs {

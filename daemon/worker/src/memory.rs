@@ -184,7 +184,14 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     fn request(memory: KvMemory) -> KvRequest {
-        KvRequest { memory, block_size: 16, block_bytes: MIB, max_num_seqs: 4, max_model_len: 100, auto_percent: 25 }
+        KvRequest {
+            memory,
+            block_size: 16,
+            block_bytes: MIB,
+            max_num_seqs: 4,
+            max_model_len: 100,
+            auto_percent: 25,
+        }
     }
 
     #[test]

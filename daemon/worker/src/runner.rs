@@ -13,7 +13,8 @@ use pagedd_core::StepCost;
 use pagedd_kernels::KvError;
 use pagedd_model::ModelSource;
 use pagedd_wire::worker::{
-    Arena as WhichArena, BlockCopy, Device, Hello, Input, ModelInfo, Output, Plan, Row, Sampled, SequenceState,
+    Arena as WhichArena, BlockCopy, Device, Hello, Input, ModelInfo, Output, Plan, Row, Sampled,
+    SequenceState,
 };
 
 use crate::arena::ArenaError;
@@ -350,9 +351,11 @@ impl ModelRunner {
         let mut drawn = drawn.into_iter();
         for row in &batch.rows {
             let guesses = &batch.tokens[row.tokens.end - row.drafts..row.tokens.end];
-            let computed = batch.unknown.iter().filter(|unknown| row.tokens.contains(&unknown.token)).all(
-                |unknown| self.sequences.drawn(unknown.plan, unknown.seq) != Some(Draw::Failed),
-            );
+            let computed = batch
+                .unknown
+                .iter()
+                .filter(|unknown| row.tokens.contains(&unknown.token))
+                .all(|unknown| self.sequences.drawn(unknown.plan, unknown.seq) != Some(Draw::Failed));
             for &seq in &row.samples {
                 let drawn: Vec<_> = drawn.by_ref().take(1 + row.drafts).collect();
                 if computed {

@@ -203,7 +203,11 @@ impl<T: Half + GemmOutput> Decoder<T> {
         let width = 4 * shape.hidden + shape.qkv_width() + shape.query_width() + 3 * shape.ffn;
         let logits = limits.wanted * shape.vocabulary * size_of::<f32>();
         let draws = limits.draws * (64 << 10);
-        limits.tokens * width * size_of::<T>() + logits + draws + units(shape, limits) * unit_bytes(shape) + (128 << 20)
+        limits.tokens * width * size_of::<T>()
+            + logits
+            + draws
+            + units(shape, limits) * unit_bytes(shape)
+            + (128 << 20)
     }
 
     /// Weights and KV arena.
@@ -250,7 +254,11 @@ impl<T: Half + GemmOutput> Decoder<T> {
         }
         // A row that there is no room for goes through prefill, with other last bits.
         let decoded = self.work.attends(&step.rows[..step.decoded]);
-        if decoded == rows && step.wanted.len() == rows { self.single(step) } else { self.mixed(step, decoded) }
+        if decoded == rows && step.wanted.len() == rows {
+            self.single(step)
+        } else {
+            self.mixed(step, decoded)
+        }
     }
 
     /// A step in which every row has one token and is drawn from.

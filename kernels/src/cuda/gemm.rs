@@ -260,7 +260,8 @@ impl Gemm {
                 let mut plan = Plan::new(key.types, shape, key.bucket)?;
                 plan.algorithm = if self.one_for_all_rows {
                     let found = plan.proposals(&self.handle, PROPOSALS)?.into_iter().find(adds_up_in_one_go);
-                    found.ok_or_else(|| no_algorithm("cuBLASLt has none without split sums for this shape"))?
+                    found
+                        .ok_or_else(|| no_algorithm("cuBLASLt has none without split sums for this shape"))?
                 } else {
                     plan.proposals(&self.handle, 1)?[0]
                 };

@@ -30,7 +30,8 @@ pub fn create(device: &Device, header: &Header) -> Result<SharedBuffer, CudaErro
 /// The device failed.
 pub fn complete(stream: &Stream, memory: &mut SharedBuffer, header: &Header) -> Result<[u8; 16], CudaError> {
     stream.synchronize()?;
-    let id = new_id().map_err(|error| CudaError::Device { doing: "naming an arena", code: error.to_string() })?;
+    let id =
+        new_id().map_err(|error| CudaError::Device { doing: "naming an arena", code: error.to_string() })?;
     memory.all_mut().part(0..PAGE)?.copy_from(stream, &complete_page(header, id))?;
     Ok(id)
 }
@@ -48,7 +49,8 @@ pub fn reuse(
     let bytes = usize::try_from(bytes).ok().filter(|&bytes| bytes >= HEADER_BYTES);
     let bytes = bytes.ok_or("it is smaller than its header")?;
     let memory = SharedBuffer::import(stream.device(), fd.as_fd(), bytes).map_err(|e| e.to_string())?;
-    let page = memory.all().part(0..PAGE).map_err(|e| e.to_string())?.to_vec(stream).map_err(|e| e.to_string())?;
+    let page =
+        memory.all().part(0..PAGE).map_err(|e| e.to_string())?.to_vec(stream).map_err(|e| e.to_string())?;
     let page: [u8; PAGE] = page.try_into().map_err(|_| "its header cannot be read")?;
     let expected = expected(claimed(&page))?;
     let id = check_page(&page, &expected).map_err(|e| e.to_string())?;

@@ -129,7 +129,9 @@ fn targets<'a>(
     add(TensorRole::TokenEmbd, places.embedding, false)?;
     for (index, layer) in places.layers.iter().enumerate() {
         let of = |tensor| TensorRole::Layer(index as u32, tensor);
-        let rows = |place: Place, first: usize, rows: usize| place.part(first * hidden, rows * hidden, size_of::<Element>());
+        let rows = |place: Place, first: usize, rows: usize| {
+            place.part(first * hidden, rows * hidden, size_of::<Element>())
+        };
         add(of(T::AttnNorm), layer.attn_norm, true)?;
         add(of(T::AttnQ), rows(layer.qkv, 0, query), false)?;
         add(of(T::AttnK), rows(layer.qkv, query, kv), false)?;
@@ -167,7 +169,9 @@ fn jobs<'a>(
     let mut jobs = Vec::new();
     for target in targets {
         let Target { tensor, place, vector } = *target;
-        if let (false, Some(SyntheticElements::Normal { seed, deviation })) = (vector, source.synthetic(tensor)) {
+        if let (false, Some(SyntheticElements::Normal { seed, deviation })) =
+            (vector, source.synthetic(tensor))
+        {
             let piece = take(&mut rest, &mut at, place.at, place.len * target.element())?;
             let mut piece = piece.cast().map_err(CudaError::from)?;
             fill_normal::<Element>(stream, seed, deviation, &mut piece)?;

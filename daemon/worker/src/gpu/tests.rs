@@ -81,7 +81,10 @@ fn where_bits_must_not_depend_on_chunks_prompts_are_prefilled_and_what_follows_i
     let mut layout = Layout::default();
     layout.set(&[], &batch, &[2, 3, 5], Some(&sequences));
     let piece = |row, before, tokens| Piece { row, before, tokens };
-    assert_eq!(layout.pieces, [piece(0, 1, 1), piece(0, 2, 1), piece(2, 0, 1), piece(2, 1, 1), piece(0, 0, 1), piece(1, 0, 1)]);
+    assert_eq!(
+        layout.pieces,
+        [piece(0, 1, 1), piece(0, 2, 1), piece(2, 0, 1), piece(2, 1, 1), piece(0, 0, 1), piece(1, 0, 1)]
+    );
     assert_eq!(layout.decoded, 4);
     assert_eq!(layout.tokens, [11, 12, 14, 15, 10, 13].map(TokenSource::Known));
     assert_eq!((&layout.wanted[..], &layout.logits[..]), (&[1, 3, 5][..], &[0, 2, 1][..]));

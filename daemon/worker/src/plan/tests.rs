@@ -51,7 +51,7 @@ fn what_is_planned_on_the_cpu_is_what_a_worker_makes() {
             weights_bytes: 0,
             kv_bytes: 0,
             known_cost: None,
-        algorithms: Vec::new(),
+            algorithms: Vec::new(),
         };
         let runner = ModelRunner::load(&hello, Fds::default(), &mut |_| true).unwrap();
         let (sum, info) = (Sum::new(&options, Ok(1 << 30)).unwrap(), runner.info());

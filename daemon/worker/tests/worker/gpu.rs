@@ -41,7 +41,8 @@ fn every_plan_run_twice_on_a_gpu_gives_equal_outputs() {
         let (mut once, mut twice) = (load(&gpu()), load(&gpu()));
         let (_, drawn) = history_with(&mut load(&gpu()), seed, BTreeMap::new());
         // What is drawn behind guesses may differ in the last bits from what is not: some of these are wrong, as guesses are.
-        let futures = drawn.iter().map(|(seq, drawn)| (*seq, drawn.iter().map(|s| s.token).collect())).collect();
+        let futures =
+            drawn.iter().map(|(seq, drawn)| (*seq, drawn.iter().map(|s| s.token).collect())).collect();
         for step in history_with(&mut once, seed, futures).0 {
             for _ in 0..2 {
                 let output = twice.run(&step.plan).unwrap();
@@ -159,7 +160,8 @@ fn a_deterministic_gpu_draws_the_same_bits_alone_in_chunks_among_others_and_afte
     let hello = Hello { deterministic: true, ..gpu() };
     for (number, want) in [(4, 40), (1, 24), (20, 33)] {
         let prompt = prompts()[number].1.clone();
-        let sampling = SamplingParams { temperature: 0.7, seed: 3, logprobs: Some(5), ..SamplingParams::GREEDY };
+        let sampling =
+            SamplingParams { temperature: 0.7, seed: 3, logprobs: Some(5), ..SamplingParams::GREEDY };
         let load = |_| load(&hello);
         let case = Case { name: "SmolLM2", load: &load, prompt, want, chunks: &[1, 7, 16, 100], sampling };
         case.check();

@@ -80,8 +80,10 @@ impl<T: Half + GemmOutput> Work<T> {
         limits: DecoderLimits,
     ) -> Result<Self, CudaError> {
         let places = DecoderPlaces::new(&shape)?;
-        let DecoderLimits { rows, tokens, wanted, draws, ranks, adjustments, context, blocks, exact } = limits;
-        if (layout.layers, layout.kv_heads, layout.head_dim) != (shape.layers, shape.kv_heads, shape.head_dim) {
+        let DecoderLimits { rows, tokens, wanted, draws, ranks, adjustments, context, blocks, exact } =
+            limits;
+        if (layout.layers, layout.kv_heads, layout.head_dim) != (shape.layers, shape.kv_heads, shape.head_dim)
+        {
             return Err(CudaError::Plan);
         }
         let arena_bytes = layout.arena_bytes(blocks)?;
@@ -94,7 +96,9 @@ impl<T: Half + GemmOutput> Work<T> {
             }
         }
         let units = units(&shape, &limits);
-        let room = |width: usize| Ok::<_, CudaError>(Buffer::zeroed(stream, product("scratch memory", &[tokens, width])?)?);
+        let room = |width: usize| {
+            Ok::<_, CudaError>(Buffer::zeroed(stream, product("scratch memory", &[tokens, width])?)?)
+        };
         let mut gemm = Gemm::new(stream)?;
         if exact {
             gemm.use_one_for_all_rows();
@@ -129,7 +133,11 @@ impl<T: Half + GemmOutput> Work<T> {
     }
 
     /// Copies blocks, at most [`COPIES`].
-    pub(super) fn copy(&mut self, stream: &Stream, copies: &[(BlockId, BlockId, usize)]) -> Result<(), CudaError> {
+    pub(super) fn copy(
+        &mut self,
+        stream: &Stream,
+        copies: &[(BlockId, BlockId, usize)],
+    ) -> Result<(), CudaError> {
         self.copies.set(stream, &mut self.ring, copies)?;
         let range = self.memory.offset..self.memory.offset + self.arena_bytes;
         copy_blocks(stream, &self.copies, &mut self.memory.kv.all_mut().part(range)?)
@@ -150,7 +158,12 @@ impl<T: Half + GemmOutput> Work<T> {
     }
 
     /// Brings rows and tokens to the device, with padding up to `tokens` tokens.
-    pub(super) fn set(&mut self, stream: &Stream, step: &DecoderStep<'_>, tokens: usize) -> Result<(), CudaError> {
+    pub(super) fn set(
+        &mut self,
+        stream: &Stream,
+        step: &DecoderStep<'_>,
+        tokens: usize,
+    ) -> Result<(), CudaError> {
         self.sources.clear();
         self.sources.extend_from_slice(step.tokens);
         self.sources.resize(tokens, TokenSource::Known(0));
@@ -247,7 +260,13 @@ impl<T: Half + GemmOutput> Work<T> {
         }
         let of_output = GemmShape { inputs: query, outputs: hidden };
         let x = attended.part(0..tokens * query)?;
-        gemm.multiply(stream, of_output, x, matrix(memory, places.attn_output)?, &mut delta.part_mut(0..tokens * hidden)?)
+        gemm.multiply(
+            stream,
+            of_output,
+            x,
+            matrix(memory, places.attn_output)?,
+            &mut delta.part_mut(0..tokens * hidden)?,
+        )
     }
 
     fn feed_forward(&mut self, stream: &Stream, tokens: usize, places: LayerPlaces) -> Result<(), CudaError> {
@@ -303,7 +322,13 @@ impl<T: Half + GemmOutput> Work<T> {
         let of_head = GemmShape { inputs: hidden, outputs: vocabulary };
         let weights = matrix(&self.memory, self.places.output)?;
         let x = self.normed.part(0..count * hidden)?;
-        self.gemm.multiply::<T, f32>(stream, of_head, x, weights, &mut self.logits.part_mut(0..count * vocabulary)?)
+        self.gemm.multiply::<T, f32>(
+            stream,
+            of_head,
+            x,
+            weights,
+            &mut self.logits.part_mut(0..count * vocabulary)?,
+        )
     }
 }
 

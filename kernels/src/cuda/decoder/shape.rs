@@ -133,7 +133,8 @@ impl Row {
     fn take(&mut self, what: &'static str, sides: &[usize], size: usize) -> Result<Place, ShapeError> {
         let len = product(what, sides)?;
         let at = self.end;
-        let end = product(what, &[len, size])?.checked_add(at).and_then(|end| end.checked_next_multiple_of(ALIGN));
+        let end =
+            product(what, &[len, size])?.checked_add(at).and_then(|end| end.checked_next_multiple_of(ALIGN));
         self.end = end.ok_or(ShapeError::Overflow { what })?;
         Ok(Place { at, len })
     }

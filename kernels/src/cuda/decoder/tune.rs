@@ -45,12 +45,26 @@ impl<T: Half + GemmOutput> Decoder<T> {
 impl<T: Half + GemmOutput> Work<T> {
     /// Tunes all products of `rows` rows; that with the output matrix for `wanted` rows at most.
     fn tune(&mut self, stream: &Stream, rows: usize, wanted: usize) -> Result<(), CudaError> {
-        let Self { memory, shape, places, gemm, normed, qkv, attended, gate_up, activated, delta, logits, .. } = self;
+        let Self {
+            memory,
+            shape,
+            places,
+            gemm,
+            normed,
+            qkv,
+            attended,
+            gate_up,
+            activated,
+            delta,
+            logits,
+            ..
+        } = self;
         let (hidden, ffn, query, width) = (shape.hidden, shape.ffn, shape.query_width(), shape.qkv_width());
         let layers = || places.layers.iter().take(LAYERS);
         let of = |place| super::forward::matrix::<T>(memory, place);
         let most = PROPOSALS;
-        let all = |places: Vec<_>| places.into_iter().map(of).collect::<Result<Vec<View<'_, T>>, CudaError>>();
+        let all =
+            |places: Vec<_>| places.into_iter().map(of).collect::<Result<Vec<View<'_, T>>, CudaError>>();
 
         let weights = all(layers().map(|layer| layer.qkv).collect())?;
         let (x, out) = (normed.part(0..rows * hidden)?, qkv.part_mut(0..rows * width)?);
