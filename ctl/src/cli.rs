@@ -2,7 +2,7 @@
 
 use crate::context::{Context, Environment, Outcome};
 use crate::failure::{self, Failure};
-use crate::{checkpoint, completions, config_check, drain, key, metrics, status, tenant};
+use crate::{checkpoint, completions, config_check, drain, key, metrics, plan, status, tenant};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -45,6 +45,8 @@ enum Top {
     /// Check a configuration file
     #[command(subcommand)]
     Config(Config),
+    /// Say what a configuration's models take of their devices, without starting anything
+    Plan(plan::Args),
     /// Print shell completions
     Completions(completions::Args),
 }
@@ -142,6 +144,7 @@ fn dispatch(cli: Cli, environment: &Environment) -> Result<String, Failure> {
         Top::Checkpoint(Checkpoint::Verify(args)) => checkpoint::verify::run(&args, &context),
         Top::Checkpoint(Checkpoint::Restore(args)) => checkpoint::restore::run(&args, &context),
         Top::Config(Config::Check(args)) => config_check::run(&args, &context, environment),
+        Top::Plan(args) => plan::run(&args, &context, environment),
         Top::Completions(args) => Ok(completions::run(&args)),
     }
 }

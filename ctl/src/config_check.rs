@@ -4,7 +4,7 @@ use crate::context::{Context, Environment};
 use crate::failure::Failure;
 use crate::table::{Align::Left, Table};
 use pagedd_config::{Config, KvMemory};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What is checked.
 #[derive(Debug, clap::Args)]
@@ -13,16 +13,26 @@ pub struct Args {
     file: Option<PathBuf>,
 }
 
-/// What holds, or the first error.
-pub fn run(args: &Args, context: &Context, environment: &Environment) -> Result<String, Failure> {
-    let file = args.file.as_ref().unwrap_or(&environment.config);
-    if args.file.is_none() && !file.exists() {
+/// The configuration in `file`, or in the one that `command` reads where none is named.
+pub fn load<'a>(
+    command: &str,
+    file: Option<&'a Path>,
+    environment: &'a Environment,
+) -> Result<(&'a Path, Config), Failure> {
+    let named = file.is_some();
+    let file = file.unwrap_or(&environment.config);
+    if !named && !file.exists() {
         return Err(Failure::Usage {
             message: format!("there is no configuration at {}", file.display()),
-            hint: Some("name a file: pagedctl config check FILE".to_owned()),
+            hint: Some(format!("name a file: pagedctl {command} FILE")),
         });
     }
-    let config = Config::load(file)?;
+    Ok((file, Config::load(file)?))
+}
+
+/// What holds, or the first error.
+pub fn run(args: &Args, context: &Context, environment: &Environment) -> Result<String, Failure> {
+    let (file, config) = load("config check", args.file.as_deref(), environment)?;
     if context.json {
         let models: Vec<_> = config
             .models

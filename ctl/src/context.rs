@@ -19,6 +19,8 @@ pub struct Environment {
     pub candidates: Vec<PathBuf>,
     /// The configuration file that is checked where none is named.
     pub config: PathBuf,
+    /// `pagedd-worker`, which is installed beside this program.
+    pub worker: PathBuf,
     /// Shows a line of a command that takes its time.
     pub progress: fn(&str),
 }
@@ -33,6 +35,7 @@ impl Environment {
                 PathBuf::from("/var/lib/pagedd/admin.sock"),
             ],
             config: PathBuf::from(pagedd_config::DEFAULT_FILE),
+            worker: std::env::current_exe().unwrap_or_default().with_file_name("pagedd-worker"),
             // Whoever does not want to see it has closed it.
             progress: |line| drop(io::stderr().write_all(line.as_bytes())),
         }

@@ -3,6 +3,8 @@
 use pagedd_config::{ConfigError, NameError};
 use pagedd_control::{ClientError, Reply};
 use std::fmt::Write;
+use std::io;
+use std::path::PathBuf;
 
 /// It was done.
 pub const OK: u8 = 0;
@@ -21,7 +23,7 @@ pub const UNFINISHED: u8 = 5;
 pub const HELP: &str = "\
 Exit codes:
   0  done
-  1  refused by the daemon, or the configuration has an error
+  1  refused by the daemon, or the configuration has an error, or a model of it does not fit
   2  the command line is wrong
   3  the daemon is not reachable
   4  internal error
@@ -47,6 +49,22 @@ pub enum Failure {
     /// A configuration has an error.
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// Models do not fit where they are to run, or cannot be read.
+    #[error("not every model can be served: {problems}")]
+    NoRoom {
+        /// One line that names each.
+        problems: String,
+        /// What is printed of all of them.
+        text: String,
+    },
+    /// The program that knows what a model takes does not run.
+    #[error("cannot run {}: {source}", program.display())]
+    Worker {
+        /// Its path.
+        program: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// The daemon answered something else.
     #[error("pagedd answered `{command}` by something else: {reply}")]
     WrongReply {
@@ -92,7 +110,7 @@ impl Failure {
     pub fn code(&self) -> u8 {
         match self {
             Self::Usage { .. } => USAGE,
-            Self::Client(ClientError::Refused(_)) | Self::Config(_) => REFUSED,
+            Self::Client(ClientError::Refused(_)) | Self::Config(_) | Self::NoRoom { .. } => REFUSED,
             Self::Client(
                 ClientError::NotRunning { .. }
                 | ClientError::PermissionDenied { .. }
@@ -103,13 +121,22 @@ impl Failure {
                 | ClientError::Io { .. },
             ) => UNREACHABLE,
             Self::Unfinished { .. } | Self::TakenBack => UNFINISHED,
-            Self::WrongReply { .. } | Self::Json(_) => INTERNAL,
+            Self::WrongReply { .. } | Self::Worker { .. } | Self::Json(_) => INTERNAL,
         }
     }
 
     /// What is printed on standard output all the same.
     pub fn reply(&self) -> &str {
-        if let Self::Unfinished { reply, .. } = self { reply } else { "" }
+        match self {
+            Self::Unfinished { reply: text, .. } | Self::NoRoom { text, .. } => text,
+            Self::Usage { .. }
+            | Self::Client(_)
+            | Self::Config(_)
+            | Self::Worker { .. }
+            | Self::WrongReply { .. }
+            | Self::TakenBack
+            | Self::Json(_) => "",
+        }
     }
 
     /// `error: …` and, where something can be done, `hint: …`.
@@ -122,6 +149,10 @@ impl Failure {
             }
             Self::Unfinished { .. } => {
                 Some("`pagedctl drain` waits on, `pagedctl undrain` takes requests again".to_owned())
+            }
+            Self::Worker { .. } => Some("pagedd-worker is installed beside pagedctl".to_owned()),
+            Self::NoRoom { .. } => {
+                Some("lower kv_memory, take a smaller model, or give it another device".to_owned())
             }
             Self::Config(_) | Self::Json(_) | Self::TakenBack => None,
         };

@@ -1,7 +1,7 @@
 //! `pagedctl`: the command line of pagedd.
 //!
-//! **Owns** what an operator types and reads. **Never** opens the daemon's files: everything but `config check` goes through
-//! the admin socket, and what is refused there is printed as it came.
+//! **Owns** what an operator types and reads. **Never** opens the daemon's files: everything but `config check` and `plan`, which need no
+//! daemon, goes through the admin socket, and what is refused there is printed as it came.
 
 mod checkpoint;
 mod cli;
@@ -12,6 +12,7 @@ mod drain;
 mod failure;
 mod key;
 mod metrics;
+mod plan;
 mod show;
 mod status;
 mod table;

@@ -11,11 +11,12 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use tempfile::TempDir;
 
-fn environment(dir: &Path) -> Environment {
+pub fn environment(dir: &Path) -> Environment {
     Environment {
         socket: None,
         candidates: vec![dir.join("run.sock"), dir.join("admin.sock")],
         config: dir.join("pagedd.yaml"),
+        worker: dir.join("pagedd-worker"),
         progress: |line| PROGRESS.with_borrow_mut(|lines| lines.push(line.to_owned())),
     }
 }
@@ -25,12 +26,12 @@ thread_local! {
     static PROGRESS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
 }
 
-fn args(line: &str) -> Vec<OsString> {
+pub fn args(line: &str) -> Vec<OsString> {
     std::iter::once("pagedctl").chain(line.split_whitespace()).map(OsString::from).collect()
 }
 
 /// Runs a command line where no daemon is.
-fn alone(line: &str) -> Outcome {
+pub fn alone(line: &str) -> Outcome {
     let dir = tempfile::tempdir().unwrap();
     run(args(line), &environment(dir.path()))
 }
@@ -582,7 +583,7 @@ fn the_socket_is_the_options_then_the_environments_then_the_first_that_is_there(
 }
 
 /// A configuration file with a model beside it.
-fn configuration(text: &str) -> TempDir {
+pub fn configuration(text: &str) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("m.gguf"), "GGUF").unwrap();
     std::fs::write(dir.path().join("pagedd.yaml"), text).unwrap();

@@ -3,8 +3,9 @@
 //! **Owns** their fds, and what the service manager holds of them over a restart of the daemon. **Never** maps an arena, and never
 //! hands a KV arena on before the last process that could write it is proven gone.
 //!
-//! A ledger names the file of the arena that it speaks of, so that the two are never paired wrongly, whatever the manager took in
-//! and whatever it did not.
+//! An arena may be memory of a GPU: then its fd tells nothing of it, neither what it is nor how large. Device and size are a part of the name
+//! that the manager holds the fd under, and the worker says which arena it is. A ledger names the arena that it speaks of, so that the two are never
+//! paired wrongly, whatever the manager took in and whatever it did not.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,9 +16,9 @@ use fail::fail_point;
 use pagedd_core::{Blocks, StepCost, Tokens};
 use pagedd_host::Pidfd;
 use pagedd_host::fdstore::{FdStore, StoreError};
-use pagedd_host::shared::{SharedMemory, file_id};
+use pagedd_host::shared::SharedMemory;
 use pagedd_kv::{Ledger, LedgerHeader, PrefixHasher};
-use pagedd_wire::worker::{Arena, KnownCost, ModelInfo};
+use pagedd_wire::worker::{Arena, Device, KnownCost, ModelInfo};
 use pagedd_wire::{FrameBuffer, encode};
 use tracing::{info, warn};
 
@@ -26,12 +27,22 @@ use crate::blocks::Shelf;
 /// How long a killed worker of an earlier daemon may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
 
+/// An arena of an earlier worker.
+#[derive(Debug)]
+pub struct Kept {
+    /// What it is reached by. Of a GPU's memory nothing can be asked through it.
+    pub fd: OwnedFd,
+    /// Its size, as the worker said that made it.
+    pub bytes: u64,
+}
+
 /// A model's arenas and their ledger.
 pub struct Arenas {
     store: Arc<FdStore>,
     model: String,
-    weights: Option<OwnedFd>,
-    kv: Option<OwnedFd>,
+    device: Device,
+    weights: Option<Kept>,
+    kv: Option<Kept>,
     /// An earlier daemon's, until it is opened.
     ledger: Option<OwnedFd>,
     /// The last worker of an earlier daemon, until it is proven gone.
@@ -41,12 +52,13 @@ pub struct Arenas {
 }
 
 impl Arenas {
-    /// What an earlier daemon left in `store` for this model.
-    pub fn new(store: Arc<FdStore>, model: &str) -> Self {
+    /// What an earlier daemon left in `store` for this model, which runs on `device`.
+    pub fn new(store: Arc<FdStore>, model: &str, device: Device) -> Self {
         let take = |kind| store.take(&name(kind, model));
-        let (weights, kv, ledger, writer) = (take(WEIGHTS), take(KV), take(LEDGER), take(WORKER));
-        let cost = take(COST).and_then(read_cost);
-        Self { store, model: model.to_owned(), weights, kv, ledger, writer, cost }
+        let (ledger, writer, cost) = (take(LEDGER), take(WORKER), take(COST).and_then(read_cost));
+        let take = |kind| take_arena(&store, kind, device, model);
+        let (weights, kv) = (take(WEIGHTS), take(KV));
+        Self { store, model: model.to_owned(), device, weights, kv, ledger, writer, cost }
     }
 
     /// What is known of the time that steps take.
@@ -95,37 +107,45 @@ impl Arenas {
     }
 
     /// The weights arena, if there is one.
-    pub fn weights(&self) -> Option<BorrowedFd<'_>> {
-        self.weights.as_ref().map(AsFd::as_fd)
+    pub fn weights(&self) -> Option<&Kept> {
+        self.weights.as_ref()
     }
 
     /// The KV arena, if there is one.
-    pub fn kv(&self) -> Option<BorrowedFd<'_>> {
-        self.kv.as_ref().map(AsFd::as_fd)
+    pub fn kv(&self) -> Option<&Kept> {
+        self.kv.as_ref()
     }
 
     /// Takes over a new arena in the place of an earlier one.
-    pub fn keep(&mut self, arena: Arena, fd: OwnedFd) {
+    pub fn keep(&mut self, arena: Arena, kept: Kept) {
         let (kind, place) = match arena {
             Arena::Weights => (WEIGHTS, &mut self.weights),
             Arena::Kv => (KV, &mut self.kv),
         };
-        if let Err(error) = self.store.store(&name(kind, &self.model), fd.as_fd()) {
+        let earlier = place.take().map(|earlier| earlier.bytes).filter(|bytes| *bytes != kept.bytes);
+        if let Err(error) =
+            self.store.store(&arena_name(kind, self.device, kept.bytes, &self.model), kept.fd.as_fd())
+        {
             warn!(model = self.model, %error, ?arena, "an arena will not outlive the daemon");
         }
         fail_point!("arena-kept");
-        *place = Some(fd);
+        *place = Some(kept);
+        if let Some(bytes) = earlier {
+            self.forget(&arena_name(kind, self.device, bytes, &self.model));
+        }
     }
 
     /// Lets go of the KV arena and its ledger: the next worker makes another.
     pub fn forget_kv(&mut self) {
-        (self.kv, self.ledger) = (None, None);
-        self.forget(KV);
-        self.forget(LEDGER);
+        self.ledger = None;
+        if let Some(kept) = self.kv.take() {
+            self.forget(&arena_name(KV, self.device, kept.bytes, &self.model));
+        }
+        self.forget(&name(LEDGER, &self.model));
     }
 
-    fn forget(&self, kind: &str) {
-        if let Err(error) = self.store.remove(&name(kind, &self.model)) {
+    fn forget(&self, name: &str) {
+        if let Err(error) = self.store.remove(name) {
             warn!(model = self.model, %error, "an fd of an earlier daemon stays open");
         }
     }
@@ -133,7 +153,7 @@ impl Arenas {
     /// What an earlier daemon's ledger says does not hold here: [`Arenas::ledger`] makes another.
     pub fn forget_ledger(&mut self) {
         self.ledger = None;
-        self.forget(LEDGER);
+        self.forget(&name(LEDGER, &self.model));
     }
 
     /// What a copy of the KV blocks is made from.
@@ -147,20 +167,11 @@ impl Arenas {
         cache_key: [u8; 32],
     ) -> io::Result<Shelf> {
         let kv = self.kv.as_ref().ok_or(io::ErrorKind::NotFound)?;
-        let header = self.header(info, cache_key)?;
-        Shelf::new(kv.as_fd(), ledger.memory().as_fd(), header, cache_key)
-    }
-
-    fn header(&self, info: &ModelInfo, cache_key: [u8; 32]) -> io::Result<LedgerHeader> {
-        let kv = self.kv.as_ref().ok_or(io::ErrorKind::NotFound)?;
-        Ok(LedgerHeader {
-            block_size: Tokens(info.block_size),
-            blocks: Blocks(info.blocks),
-            block_bytes: info.block_bytes,
-            model: info.digest,
-            key_id: PrefixHasher::new(cache_key).key_id(file_id(kv.as_fd())?),
-            weight_epoch: 0,
-        })
+        let arena = match self.device {
+            Device::Cpu => Some(kv.fd.as_fd()),
+            Device::Cuda { .. } => None,
+        };
+        Shelf::new(arena, ledger.memory().as_fd(), header(info, cache_key), cache_key)
     }
 
     /// The ledger of the KV arena, which a worker has taken or made as `info` says: an earlier daemon's where it speaks of this very
@@ -170,7 +181,7 @@ impl Arenas {
     /// The system gave no memory for one.
     pub fn ledger(&mut self, info: &ModelInfo, cache_key: [u8; 32]) -> io::Result<Ledger<SharedMemory>> {
         fail_point!("ledger-open", |_| Err(io::ErrorKind::OutOfMemory.into()));
-        let expected = self.header(info, cache_key)?;
+        let expected = header(info, cache_key);
         let found = self.ledger.take().map(|fd| found(fd, &expected));
         if let Some(Ok(ledger)) = found {
             info!(model = self.model, blocks = ledger.records().count(), "blocks of an earlier daemon");
@@ -179,7 +190,7 @@ impl Arenas {
         if let Some(Err(reason)) = found {
             info!(model = self.model, reason, "the ledger of an earlier daemon is not used");
             // From here on the arena is written without it.
-            self.forget(LEDGER);
+            self.forget(&name(LEDGER, &self.model));
         }
         let memory = SharedMemory::create("pagedd-ledger", expected.ledger_bytes())?;
         if let Err(error) = self.store.store(&name(LEDGER, &self.model), memory.as_fd()) {
@@ -205,6 +216,41 @@ pub fn ledger_name(model: &str) -> String {
 /// What the manager holds an fd under.
 fn name(kind: &str, model: &str) -> String {
     format!("{kind}-{model}")
+}
+
+/// What the manager holds an arena of so many bytes under.
+fn arena_name(kind: &str, device: Device, bytes: u64, model: &str) -> String {
+    match device {
+        Device::Cpu => format!("{kind}-cpu-{bytes}-{model}"),
+        Device::Cuda { ordinal } => format!("{kind}-cuda{ordinal}-{bytes}-{model}"),
+    }
+}
+
+/// The arena of a model that an earlier daemon left. Where it died between keeping another and letting go of the first, either will do: the
+/// ledger is of one of them. What is not taken here, such as an arena on a device that the model is not on any more, goes with all else that
+/// nobody wants.
+fn take_arena(store: &FdStore, kind: &str, device: Device, model: &str) -> Option<Kept> {
+    let bytes = store.names().iter().find_map(|name| arena_size(name, kind, device, model))?;
+    Some(Kept { fd: store.take(&arena_name(kind, device, bytes, model))?, bytes })
+}
+
+/// The inverse of [`arena_name`].
+fn arena_size(name: &str, kind: &str, device: Device, model: &str) -> Option<u64> {
+    let (_, rest) = name.strip_prefix(kind)?.strip_prefix('-')?.split_once('-')?;
+    let bytes = rest.split_once('-')?.0.parse().ok()?;
+    (arena_name(kind, device, bytes, model) == name).then_some(bytes)
+}
+
+/// What the ledger of the KV arena begins with that a worker has as `info` says.
+fn header(info: &ModelInfo, cache_key: [u8; 32]) -> LedgerHeader {
+    LedgerHeader {
+        block_size: Tokens(info.block_size),
+        blocks: Blocks(info.blocks),
+        block_bytes: info.block_bytes,
+        model: info.digest,
+        key_id: PrefixHasher::new(cache_key).key_id(info.kv_id),
+        weight_epoch: 0,
+    }
 }
 
 /// Kills a process that need not be a child of this one.

@@ -1,7 +1,8 @@
 //! KV blocks in files: out of the arena of a running model, and into a fresh one.
 //!
 //! **Owns** the form of a checkpoint's `ledger-<model>` and `kv-<model>`: record `i` of the one names block `i` of the other. **Never** maps
-//! an arena, and never stops an engine: both are read and written through their fds.
+//! an arena, and never stops an engine: both are read and written through their fds. What lies in a GPU's memory is neither: of it there are
+//! records alone.
 //!
 //! A block that is copied while an engine runs is valid because its record is the same before and after: the record is cleared before
 //! anybody may write the block, and each commit counts.
@@ -30,7 +31,8 @@ pub enum Seed {
 /// A model's KV arena and its ledger, as others than its engine may look at them.
 #[derive(Debug)]
 pub struct Shelf {
-    arena: File,
+    /// `None` where only a device reads it.
+    arena: Option<File>,
     ledger: File,
     header: LedgerHeader,
     /// Names the secret in a checkpoint.
@@ -45,25 +47,39 @@ pub struct SavedBlocks {
 }
 
 impl Shelf {
-    /// Looks at `arena` through its ledger, whose header is `header`.
+    /// Looks at `arena` through its ledger, whose header is `header`; at the ledger alone where only a device reads the arena.
     ///
     /// # Errors
     /// From the system.
     pub fn new(
-        arena: BorrowedFd<'_>,
+        arena: Option<BorrowedFd<'_>>,
         ledger: BorrowedFd<'_>,
         header: LedgerHeader,
         cache_key: [u8; 32],
     ) -> io::Result<Self> {
         let copy = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().map(File::from);
         let saved_key = saved_key(cache_key);
-        Ok(Self { arena: copy(arena)?, ledger: copy(ledger)?, header, saved_key })
+        Ok(Self { arena: arena.map(copy).transpose()?, ledger: copy(ledger)?, header, saved_key })
+    }
+
+    /// The arena.
+    ///
+    /// # Errors
+    /// Only a device reads it.
+    fn arena(&self) -> io::Result<&File> {
+        let unread = || {
+            io::Error::new(
+                io::ErrorKind::Unsupported,
+                "KV blocks in a GPU's memory are neither read nor written",
+            )
+        };
+        self.arena.as_ref().ok_or_else(unread)
     }
 
     /// Copies the records of all committed blocks, and with `kv` the blocks' bytes: how many. One that changes meanwhile is left out.
     ///
     /// # Errors
-    /// A file cannot be read or written.
+    /// A file cannot be read or written, or with `kv` only a device reads the arena.
     pub fn copy_out(
         &self,
         tenants: &BTreeSet<TenantId>,
@@ -79,7 +95,7 @@ impl Shelf {
         let known = |record: &LedgerRecord| matches!(record.owner, DomainOwner::Tenant(tenant) if tenants.contains(&tenant));
         for (block, record) in found.records().filter(|(_, record)| known(record)) {
             if let Some(kv) = &mut kv {
-                self.arena.read_exact_at(&mut block_bytes, place(block, self.header.block_bytes))?;
+                self.arena()?.read_exact_at(&mut block_bytes, place(block, self.header.block_bytes))?;
                 if !self.is_unchanged(block, found.memory())? {
                     continue;
                 }
@@ -110,14 +126,14 @@ impl Shelf {
     /// plan.
     ///
     /// # Errors
-    /// A file cannot be read or written; what the ledger says is there.
+    /// A file cannot be read or written, or only a device reads the arena; what the ledger says is there.
     pub fn fill(&self, saved: &SavedBlocks, ledger: &mut Ledger<SharedMemory>) -> io::Result<u32> {
-        let block_bytes = self.header.block_bytes;
+        let (arena, block_bytes) = (self.arena()?, self.header.block_bytes);
         let mut bytes = vec![0; block_bytes as usize];
         let mut filled = 0;
         for (block, record) in saved.ledger.records().take(self.header.blocks.0 as usize) {
             saved.kv.read_exact_at(&mut bytes, u64::from(block.0) * block_bytes)?;
-            self.arena.write_all_at(&bytes, place(block, block_bytes))?;
+            arena.write_all_at(&bytes, place(block, block_bytes))?;
             ledger.commit(block, &record);
             filled += 1;
         }

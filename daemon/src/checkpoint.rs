@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use pagedd_config::Device;
 use pagedd_control::{
     CheckpointAt, CheckpointCommand, CheckpointFile, CheckpointInfo, CheckpointListed, CheckpointListing,
     CheckpointModel, CheckpointRestoring, CheckpointSave, CheckpointShown, CheckpointState, CheckpointTenant,
@@ -81,8 +82,16 @@ impl Checkpoints {
     }
 
     async fn save(&self, save: CheckpointSave) -> Result<Reply, ControlError> {
-        let identities = self.identities()?;
         let CheckpointSave { name, kv } = save;
+        if let Some(model) = self.models.iter().find(|model| kv && model.config.device != Device::Cpu) {
+            let message = format!(
+                "model `{}` is on {}: KV blocks in a GPU's memory cannot be saved",
+                model.name, model.config.device
+            );
+            let remedy = "save without --kv: they are computed again where they are needed";
+            return Err(ControlError::new(ErrorCode::Unsupported, message).remedy(remedy));
+        }
+        let identities = self.identities()?;
         let state_dir = self.state_dir.clone();
         let draft = blocking(move || Draft::begin(&state_dir, &name).map_err(|e| refused(&e))).await?;
         let (control, journal) = (draft.file("control.db"), draft.file("journal.db"));

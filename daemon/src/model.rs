@@ -133,7 +133,7 @@ pub fn worker(config: &Settings, around: &Surroundings, state: watch::Sender<Mod
         model: config.name.to_string(),
         program: around.programs.join("pagedd-worker"),
         hello: settings::hello(config),
-        env: around.env.clone(),
+        env: around.env.iter().cloned().chain(settings::device_env(config.device)).collect(),
     };
     WorkerProcess::new(spec, around.store.clone(), state)
 }

@@ -1,5 +1,7 @@
 //! Configuration → what a worker is told.
 
+use std::ffi::OsString;
+
 use pagedd_config::{Amount, ComputeDtype, Device, KvDtype, KvMemory, Model};
 use pagedd_wire::PROTOCOL;
 use pagedd_wire::worker as wire;
@@ -11,6 +13,7 @@ pub fn hello(config: &Model) -> wire::Hello {
         path: config.path.display().to_string(),
         device: match config.device {
             Device::Cpu => wire::Device::Cpu,
+            Device::Cuda { ordinal } => wire::Device::Cuda { ordinal },
         },
         dtype: match config.dtype {
             ComputeDtype::Auto => wire::Dtype::Auto,
@@ -19,6 +22,7 @@ pub fn hello(config: &Model) -> wire::Hello {
         kv_dtype: match config.kv_dtype {
             KvDtype::F16 => wire::KvDtype::F16,
             KvDtype::F32 => wire::KvDtype::F32,
+            KvDtype::Bf16 => wire::KvDtype::Bf16,
         },
         block_size: config.block_size.0,
         kv_memory: match config.kv_memory {
@@ -36,9 +40,27 @@ pub fn hello(config: &Model) -> wire::Hello {
             .threads
             .map(Into::into)
             .or_else(|| u32::try_from(pagedd_host::threads::allowed()).ok()),
+        deterministic: config.deterministic,
         measure: true,
         weights_fd: false,
         kv_fd: false,
+        weights_bytes: 0,
+        kv_bytes: 0,
         known_cost: None,
+    }
+}
+
+/// What a worker on `device` finds in its environment beside what every child does.
+///
+/// GPUs are counted as the bus has them: so they are in `nvidia-smi`, and so every process of every daemon counts them. Where CUDA's libraries
+/// are may be known to the environment alone.
+pub fn device_env(device: Device) -> Vec<(OsString, OsString)> {
+    const LIBRARIES: &str = "LD_LIBRARY_PATH";
+    match device {
+        Device::Cpu => Vec::new(),
+        Device::Cuda { .. } => {
+            let libraries = std::env::var_os(LIBRARIES).map(|path| (LIBRARIES.into(), path));
+            std::iter::once(("CUDA_DEVICE_ORDER".into(), "PCI_BUS_ID".into())).chain(libraries).collect()
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! From the command line to a running daemon, and what ends it.
 //!
-//! The order of a start: configuration → keeper (without systemd) → lock → control.db, journal.db → ports → models → admin socket. What can
+//! The order of a start: configuration → keeper (without systemd) → locks → control.db, journal.db → ports → models → admin socket. What can
 //! fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound. Only where the databases are to
 //! be a checkpoint's, models come before them ([`crate::reload`]).
 
@@ -17,12 +17,12 @@ use std::{fmt, fs};
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
-use pagedd_config::{ComputeDtype, Config, ConfigError, Fsync, KvDtype, LogFormat, Overrides};
+use pagedd_config::{ComputeDtype, Config, ConfigError, Device, Fsync, KvDtype, LogFormat, Overrides};
 use pagedd_control::{DrainState, Supervisor, Walls};
 use pagedd_core::TenantId;
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::identity::Identities;
-use pagedd_host::lock::StateLock;
+use pagedd_host::lock::{GpuLock, LockError, StateLock};
 use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
 use pagedd_journal::checkpoint::finish_restore;
@@ -56,7 +56,7 @@ Exit codes:
   0   ended by SIGTERM or SIGINT
   1   failed while running; the log says why, and a supervisor may start it again
   2   wrong usage
-  69  a tenant's port is in use
+  69  a tenant's port or a model's GPU is in use
   71  the host refused something: a socket, a process
   73  the state directory, control.db or journal.db cannot be used, or another pagedd uses it; or a checkpoint is refused
   78  the configuration is wrong; nothing was started";
@@ -96,10 +96,12 @@ fn dtype(text: &str) -> Result<ComputeDtype, String> {
     }
 }
 
-/// A failed start: its exit code (documented in `--help`), and one line.
-struct Failure {
-    exit: u8,
-    message: String,
+/// A failed start.
+pub struct Failure {
+    /// As documented in `--help`.
+    pub exit: u8,
+    /// One line.
+    pub message: String,
 }
 
 /// Exit code of a failure that a restart may mend.
@@ -163,6 +165,11 @@ fn load(cli: &Cli) -> Result<Config, Failure> {
     config.require_models()?;
     if let Some(dtype) = cli.dtype {
         for model in &mut config.models {
+            if dtype == ComputeDtype::F32 && model.device != Device::Cpu {
+                let message =
+                    format!("--dtype f32: model `{}` is on {}, which has no f32", model.name, model.device);
+                return Err(ConfigError::Override { message }.into());
+            }
             model.dtype = dtype;
             if dtype == ComputeDtype::F32 {
                 model.kv_dtype = KvDtype::F32;
@@ -195,6 +202,7 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
     let store = Arc::new(FdStore::from_env());
     make_state_dir(&config.state_dir)?;
     let lock = StateLock::acquire(&config.state_dir).map_err(|e| Failure::new(exit::STATE_DIR, e))?;
+    let gpus = lock_gpus(&config)?;
     let state = |error: &dyn fmt::Display| Failure::new(exit::STATE_DIR, error);
     if let Some(before) = finish_restore(&config.state_dir).map_err(|e| state(&e))? {
         warn!(before = %before.display(), "a checkpoint is in place; what was there before is kept");
@@ -223,8 +231,22 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
     let result = runtime.block_on(serve(config, db, journal, begun));
     // Engines that did not end in time are not waited for: their workers end with our sockets.
     runtime.shutdown_background();
-    drop(lock);
+    drop((lock, gpus));
     result
+}
+
+/// Makes sure that no other daemon has a model on a GPU that one of ours is on: they would not find the memory that they were promised.
+pub fn lock_gpus(config: &Config) -> Result<Vec<GpuLock>, Failure> {
+    let gpu = |model: &pagedd_config::Model| match model.device {
+        Device::Cpu => None,
+        Device::Cuda { ordinal } => Some(ordinal),
+    };
+    let gpus: BTreeSet<u32> = config.models.iter().filter_map(gpu).collect();
+    let failure = |error: LockError| match error {
+        LockError::Held { .. } => Failure::new(exit::IN_USE, error),
+        LockError::Io { .. } => Failure::new(exit::OS, error),
+    };
+    gpus.into_iter().map(GpuLock::acquire).collect::<Result<_, _>>().map_err(failure)
 }
 
 fn state_failure(error: &DbError) -> Failure {
@@ -352,7 +374,7 @@ async fn serve(
     for record in &records {
         let listener = shop
             .listener(record.id, record.port)
-            .map_err(|e| Failure::new(exit::PORT_IN_USE, format!("tenant `{}`: {e}", record.name)))?;
+            .map_err(|e| Failure::new(exit::IN_USE, format!("tenant `{}`: {e}", record.name)))?;
         ports.insert(record.id, listener);
     }
     let socket = AdminSocket::bind(&config.admin_socket).map_err(|e| {

@@ -25,7 +25,7 @@ use pagedd_wire::{Channel, ChannelError};
 use tokio::sync::watch;
 use tracing::{info, warn};
 
-use crate::arenas::Arenas;
+use crate::arenas::{Arenas, Kept};
 use crate::backoff::Backoff;
 use crate::blocks::{Seed, Shelf};
 use crate::child::OwnChild;
@@ -162,7 +162,7 @@ impl From<ChannelError> for StartError {
 impl WorkerProcess {
     /// A worker that has not started. Arenas of an earlier daemon are taken from `store`.
     pub fn new(spec: WorkerSpec, store: Arc<FdStore>, state: watch::Sender<ModelState>) -> Self {
-        let arenas = Arenas::new(store, &spec.model);
+        let arenas = Arenas::new(store, &spec.model, spec.hello.device);
         Self {
             spec,
             arenas,
@@ -275,15 +275,19 @@ impl WorkerProcess {
         let running = self.running.insert(Running { child, channel });
         fail_point!("worker-spawned", |_| Err(StartError::Retry("fail point worker-spawned".to_owned())));
         self.arenas.lend(running.child.as_fd()).map_err(|e| StartError::Retry(e.to_string()))?;
+        let (weights, kv) = (self.arenas.weights(), self.arenas.kv());
+        let bytes = |arena: Option<&Kept>| arena.map_or(0, |kept| kept.bytes);
         let hello = Hello {
             measure: spec.hello.measure && self.info.is_none(),
-            weights_fd: self.arenas.weights().is_some(),
-            kv_fd: self.arenas.kv().is_some(),
+            weights_fd: weights.is_some(),
+            kv_fd: kv.is_some(),
+            weights_bytes: bytes(weights),
+            kv_bytes: bytes(kv),
             known_cost: self.arenas.known_cost(),
             ..spec.hello.clone()
         };
         let fds: Vec<BorrowedFd<'_>> =
-            [self.arenas.weights(), self.arenas.kv()].into_iter().flatten().collect();
+            [weights, kv].into_iter().flatten().map(|kept| kept.fd.as_fd()).collect();
         fail_point!("worker-hello", |_| Err(StartError::Retry("fail point worker-hello".to_owned())));
         running.channel.send(&ToWorker::Hello(hello), &fds)?;
         loop {
@@ -304,7 +308,7 @@ impl WorkerProcess {
                     info!(model = spec.model, ?arena, bytes, "new arena");
                     // Sequences of this daemon have their tokens in the KV arena that there is.
                     if arena == Arena::Weights || self.info.is_none() {
-                        self.arenas.keep(arena, fd);
+                        self.arenas.keep(arena, Kept { fd, bytes });
                     }
                 }
                 FromWorker::Ready(info) => {

@@ -1,6 +1,6 @@
 //! What holds: every setting with its value, checked.
 
-use crate::leaf::{Auto, Maybe};
+use crate::leaf::{Auto, Maybe, unknown_word};
 use crate::locate::{check_keys, describe, place_of};
 use crate::raw::{RawConfig, RawGateway, RawLog, RawModel};
 use crate::{
@@ -23,6 +23,12 @@ const MAX_FILE: u64 = 1 << 20;
 
 /// Longest path that a unix socket's address holds, without its NUL.
 const MAX_SOCKET_PATH: usize = 107;
+
+/// What the path of a generated model begins with; its shape follows. It takes the place of a file where only speed is looked at.
+pub const SYNTHETIC: &str = "synthetic:";
+
+/// Shapes of generated models.
+pub const SHAPES: [&str; 5] = ["llama-2-7b", "llama-2-13b", "llama-3-8b", "qwen2.5-7b", "smollm2-135m"];
 
 /// The checked configuration.
 #[derive(Clone, PartialEq, Debug)]
@@ -98,7 +104,7 @@ pub enum KvMemory {
 pub struct Model {
     /// Its name, as clients send it.
     pub name: ModelName,
-    /// A GGUF file or a Hugging Face directory. It was there when the configuration was read.
+    /// A GGUF file or a Hugging Face directory, which was there when the configuration was read; or [`SYNTHETIC`] with one of [`SHAPES`].
     pub path: PathBuf,
     /// Where it runs.
     pub device: Device,
@@ -120,6 +126,8 @@ pub struct Model {
     pub max_model_len: Option<Tokens>,
     /// Threads of the worker; `None` is what affinity and cgroup quota allow.
     pub threads: Option<NonZeroU32>,
+    /// Whether a row's bits depend on its own inputs alone. On the CPU it is always so.
+    pub deterministic: bool,
     /// Most waiting requests of one tenant.
     pub max_queued_requests: u32,
     /// Whether prompts reuse KV blocks of earlier ones of their tenant.
@@ -342,6 +350,7 @@ impl Source<'_> {
             itl_target,
             max_model_len,
             threads,
+            deterministic,
             max_queued_requests,
             prefix_cache,
             prompt_lookup,
@@ -352,8 +361,19 @@ impl Source<'_> {
         let Some(path) = path else {
             return Err(self.wrong(&key, "is missing: name a GGUF file or a Hugging Face directory"));
         };
-        let path = self.resolve(path.0);
-        check_model_path(&path).map_err(|message| self.wrong(&key, message))?;
+        let path = match path.0.to_str().and_then(|path| path.strip_prefix(SYNTHETIC)) {
+            Some(shape) if SHAPES.contains(&shape) => path.0,
+            Some(shape) => {
+                let message = format!("no shape of a generated model: {}", unknown_word(shape, &SHAPES));
+                return Err(self.wrong(&key, message));
+            }
+            None => {
+                let path = self.resolve(path.0);
+                check_model_path(&path).map_err(|message| self.wrong(&key, message))?;
+                path
+            }
+        };
+        let device = device.unwrap_or(Device::Cpu);
         let dtype = dtype.unwrap_or(ComputeDtype::Auto);
         let kv_memory = match kv_memory {
             None | Some(Auto::Auto) => KvMemory::Auto,
@@ -374,13 +394,14 @@ impl Source<'_> {
                 Some(self.span(&key, Some(span), DEFAULT_ITL_TARGET, least, most)?)
             }
         };
-        Ok(Model {
+        let model = Model {
             path,
-            device: device.unwrap_or(Device::Cpu),
+            device,
             dtype,
-            kv_dtype: kv_dtype.and_then(Auto::given).unwrap_or(match dtype {
-                ComputeDtype::Auto => KvDtype::F16,
-                ComputeDtype::F32 => KvDtype::F32,
+            kv_dtype: kv_dtype.and_then(Auto::given).unwrap_or(match (device, dtype) {
+                (Device::Cuda { .. }, _) => KvDtype::Bf16,
+                (Device::Cpu, ComputeDtype::Auto) => KvDtype::F16,
+                (Device::Cpu, ComputeDtype::F32) => KvDtype::F32,
             }),
             kv_memory,
             block_size: Tokens(block_size.map_or(16, |size| size.0)),
@@ -389,13 +410,18 @@ impl Source<'_> {
             itl_target,
             max_model_len: max_model_len.and_then(Auto::given).map(|n| Tokens(n.0)),
             threads: threads.and_then(Auto::given).and_then(|n| NonZeroU32::new(n.0)),
+            deterministic: deterministic.is_some_and(|flag| flag.0),
             max_queued_requests: max_queued_requests.map_or(1_000, |n| n.0),
             prefix_cache: prefix_cache.is_none_or(|flag| flag.0),
             prompt_lookup: prompt_lookup.is_none_or(|flag| flag.0),
             policy: policy.unwrap_or(Policy::Fcfs),
             default_max_tokens: default_max_tokens.and_then(Maybe::given).map(|n| Tokens(n.0)),
             name,
-        })
+        };
+        match against_device(&model) {
+            None => Ok(model),
+            Some((key, message)) => Err(self.wrong(&["models", model.name.as_str(), key], message)),
+        }
     }
 
     fn span(
@@ -420,6 +446,29 @@ const DEFAULT_GRACE: Duration = Duration::from_mins(1);
 const DEFAULT_DRAIN: Duration = Duration::from_secs(30);
 /// On processors: ten tokens a second, a little faster than people read.
 const DEFAULT_ITL_TARGET: Duration = Duration::from_millis(100);
+
+/// The key of a setting that the model's device cannot follow, and why.
+fn against_device(model: &Model) -> Option<(&'static str, String)> {
+    let Model { device, kv_dtype, .. } = model;
+    match (device, model.dtype, kv_dtype, model.threads) {
+        (Device::Cpu, _, KvDtype::Bf16, _) => {
+            Some(("kv_dtype", "bf16 is what a GPU keeps; on the CPU KV blocks are f16 or f32".to_owned()))
+        }
+        (Device::Cuda { .. }, ComputeDtype::F32, _, _) => {
+            Some(("dtype", format!("f32 is for the CPU; {device} multiplies bf16 weights: leave it at auto")))
+        }
+        (Device::Cuda { .. }, ComputeDtype::Auto, KvDtype::F16 | KvDtype::F32, _) => Some((
+            "kv_dtype",
+            format!("{kv_dtype} is for the CPU; on {device} KV blocks are bf16: leave it at auto"),
+        )),
+        (Device::Cuda { .. }, ComputeDtype::Auto, KvDtype::Bf16, Some(_)) => Some((
+            "threads",
+            format!("their number is for the CPU; {device} computes itself: leave it at auto"),
+        )),
+        (Device::Cpu, _, KvDtype::F16 | KvDtype::F32, _)
+        | (Device::Cuda { .. }, ComputeDtype::Auto, KvDtype::Bf16, None) => None,
+    }
+}
 
 /// Whether a model can be there at all; what is in it is the worker's to read.
 fn check_model_path(path: &Path) -> Result<(), String> {

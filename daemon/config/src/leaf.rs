@@ -94,7 +94,7 @@ macro_rules! words {
     };
 }
 
-fn unknown_word(word: &str, known: &[&str]) -> String {
+pub(crate) fn unknown_word(word: &str, known: &[&str]) -> String {
     if let [one] = known {
         return format!("`{}` is not known; the only value is `{one}`", shown(word));
     }
@@ -103,13 +103,41 @@ fn unknown_word(word: &str, known: &[&str]) -> String {
     format!("`{}` is none of {}{hint}", shown(word), known.join(", "))
 }
 
-words!(
-    /// Where a model runs.
-    Device {
-        /// On the host's processors.
-        Cpu = "cpu",
+/// Where a model runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Device {
+    /// On the host's processors.
+    Cpu,
+    /// On an NVIDIA GPU.
+    Cuda {
+        /// Its number among the host's, from 0 to 63.
+        ordinal: u32,
+    },
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "cpu" {
+            return Ok(Self::Cpu);
+        }
+        let ordinal = text.strip_prefix("cuda:").and_then(|number| number.parse::<Ranged<0, 63>>().ok());
+        ordinal.map(|ordinal| Self::Cuda { ordinal: ordinal.0 }).ok_or_else(|| {
+            format!("`{}` is neither cpu nor a GPU by its number, cuda:0 to cuda:63", shown(text))
+        })
     }
-);
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda { ordinal } => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
 words!(
     /// Arithmetic of the products with the weights.
     ComputeDtype {
@@ -126,6 +154,8 @@ words!(
         F16 = "f16",
         /// Single precision.
         F32 = "f32",
+        /// bfloat16, on a GPU.
+        Bf16 = "bf16",
     }
 );
 words!(

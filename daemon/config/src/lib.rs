@@ -17,7 +17,9 @@ mod size;
 mod span;
 
 pub use amount::{Amount, AmountError, Percent};
-pub use config::{Config, Gateway, KvMemory, Log, MAX_RETENTION, Model, Overrides, UidRange};
+pub use config::{
+    Config, Gateway, KvMemory, Log, MAX_RETENTION, Model, Overrides, SHAPES, SYNTHETIC, UidRange,
+};
 pub use error::ConfigError;
 pub use leaf::{ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, Policy};
 pub use name::{ModelName, NameError, TenantName};

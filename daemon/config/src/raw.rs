@@ -68,6 +68,7 @@ section!(
         itl_target: Maybe<Span>,
         max_model_len: Auto<Ranged<1, 16_777_216>>,
         threads: Auto<Ranged<1, 1_024>>,
+        deterministic: Flag,
         max_queued_requests: Ranged<1, 1_000_000>,
         prefix_cache: Flag,
         prompt_lookup: Flag,

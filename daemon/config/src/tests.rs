@@ -59,7 +59,7 @@ fn a_model_with_a_path_only_has_the_documented_defaults() {
     assert_eq!(model.itl_target, Some(Duration::from_millis(100)));
     assert_eq!((model.max_model_len, model.threads, model.default_max_tokens), (None, None, None));
     assert_eq!((model.max_queued_requests, model.prefix_cache, model.policy), (1_000, true, Policy::Fcfs));
-    assert!(model.prompt_lookup);
+    assert_eq!((model.prompt_lookup, model.deterministic), (true, false));
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
          \x20 z: {{ path: {0}, dtype: f32, itl_target: 1.5s }}\n\
          \x20 a: {{ path: {0}, device: cpu, dtype: f32, kv_dtype: f16, kv_memory: 100000 tokens, block_size: 512, max_num_seqs: 1,\n\
          \x20      max_num_batched_tokens: 2048, itl_target: none, max_model_len: 4096, threads: 2, max_queued_requests: 5, prefix_cache: false,\n\
-         \x20      prompt_lookup: false,\n\
+         \x20      deterministic: true, prompt_lookup: false,\n\
          \x20      policy: fcfs, default_max_tokens: \"256\" }}\n",
         path.display()
     );
@@ -88,7 +88,7 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
     assert_eq!((model.block_size, model.max_num_seqs), (Tokens(512), 1));
     assert_eq!((model.max_num_batched_tokens, model.max_model_len), (Tokens(2_048), Some(Tokens(4_096))));
     assert_eq!((model.threads.map(u32::from), model.max_queued_requests), (Some(2), 5));
-    assert_eq!((model.prefix_cache, model.prompt_lookup), (false, false));
+    assert_eq!((model.prefix_cache, model.prompt_lookup, model.deterministic), (false, false, true));
     assert_eq!(model.default_max_tokens, Some(Tokens(256)));
     assert_eq!(config.admin_socket, Path::new("/run/a.sock"));
     assert_eq!(config.gateway.max_body, Bytes(1_000_000));
@@ -96,6 +96,25 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
     assert_eq!((config.fsync, config.retention), (Fsync::Every, Duration::ZERO));
     assert_eq!(config.drain_timeout, Duration::from_secs(90));
     assert_eq!((config.tenant_uids.first, config.tenant_uids.last), (70_000, 70_001));
+}
+
+#[test]
+fn a_model_on_a_gpu_keeps_bf16_and_one_that_is_generated_needs_no_file() {
+    for (written, ordinal) in [("cuda:0", 0), ("\"cuda:63\"", 63)] {
+        let text = format!(
+            "models:\n  m:\n    path: synthetic:llama-3-8b\n    device: {written}\n    threads: auto\n    deterministic: true\n"
+        );
+        let config = parse(&text).unwrap_or_else(|error| panic!("{error}"));
+        let model = &config.models[0];
+        assert_eq!(model.path, Path::new("synthetic:llama-3-8b"), "no file, so not relative to anything");
+        assert_eq!(model.device, Device::Cuda { ordinal });
+        assert_eq!(model.device.to_string(), format!("cuda:{ordinal}"));
+        assert_eq!((model.dtype, model.kv_dtype), (ComputeDtype::Auto, KvDtype::Bf16));
+        assert!(model.deterministic);
+    }
+    assert!(
+        SHAPES.iter().all(|shape| parse(&format!("models: {{ m: {{ path: {SYNTHETIC}{shape} }} }}")).is_ok())
+    );
 }
 
 #[test]
@@ -179,8 +198,21 @@ const REFUSALS: &[(&str, &str)] = &[
     ),
     (
         "models: { m: { device: gpu } }\n",
-        "1:24: models.m.device: `gpu` is not known; the only value is `cpu`",
+        "1:24: models.m.device: `gpu` is neither cpu nor a GPU by its number, cuda:0 to cuda:63",
     ),
+    (
+        "models: { m: { device: cuda:64 } }\n",
+        "1:24: models.m.device: `cuda:64` is neither cpu nor a GPU by its number, cuda:0 to cuda:63",
+    ),
+    (
+        "models: { m: { policy: lifo } }\n",
+        "1:24: models.m.policy: `lifo` is not known; the only value is `fcfs`",
+    ),
+    (
+        "models: { m: { kv_dtype: bf8 } }\n",
+        "1:26: models.m.kv_dtype: `bf8` is none of f16, f32, bf16; did you mean `bf16`?, or `auto`",
+    ),
+    ("models: { m: { deterministic: 1 } }\n", "1:31: models.m.deterministic: `1` is neither true nor false"),
     (
         "models: { m: { kv_memory: 120% } }\n",
         "1:27: models.m.kv_memory: `120%` is not between 0% and 100% with at most two decimals, or `auto`",
@@ -218,6 +250,26 @@ const REFUSALS: &[(&str, &str)] = &[
         "1:31: models.m.max_model_len: `1e9` is no whole number from 1 to 16777216, or `auto`",
     ),
     // What more than one key decides, or the file system
+    (
+        "models:\n  m: { path: synthetic:llama-2-7b, device: cuda:0, dtype: f32 }\n",
+        "2:59: models.m.dtype: f32 is for the CPU; cuda:0 multiplies bf16 weights: leave it at auto",
+    ),
+    (
+        "models:\n  m: { path: synthetic:llama-2-7b, device: cuda:3, kv_dtype: f16 }\n",
+        "2:62: models.m.kv_dtype: f16 is for the CPU; on cuda:3 KV blocks are bf16: leave it at auto",
+    ),
+    (
+        "models:\n  m: { path: synthetic:llama-2-7b, device: cuda:0, threads: 8 }\n",
+        "2:61: models.m.threads: their number is for the CPU; cuda:0 computes itself: leave it at auto",
+    ),
+    (
+        "models:\n  m: { path: synthetic:llama-2-7b, kv_dtype: bf16 }\n",
+        "2:46: models.m.kv_dtype: bf16 is what a GPU keeps; on the CPU KV blocks are f16 or f32",
+    ),
+    (
+        "models:\n  m: { path: synthetic:llama-3-8 }\n",
+        "2:14: models.m.path: no shape of a generated model: `llama-3-8` is none of llama-2-7b, llama-2-13b, llama-3-8b, qwen2.5-7b, smollm2-135m; did you mean `llama-3-8b`?",
+    ),
     (
         "models:\n  m:\n    dtype: f32\n",
         "2:3: models.m.path: is missing: name a GGUF file or a Hugging Face directory",

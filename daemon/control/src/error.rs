@@ -57,6 +57,8 @@ codes! {
     Suspended = "suspended",
     /// The tenant has running requests, or the daemon is starting or stopping.
     Busy = "busy",
+    /// It cannot be done with what a model runs on.
+    Unsupported = "unsupported",
     /// The state directory's file system is full.
     DiskFull = "disk_full",
     /// The peer is not allowed to do this.

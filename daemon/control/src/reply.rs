@@ -415,7 +415,7 @@ pub struct ModelStatus {
     pub architecture: Option<String>,
     /// Number of parameters.
     pub parameters: Option<u64>,
-    /// Where it runs, for example `cpu`.
+    /// Where it runs, for example `cpu` or `cuda:0`.
     pub device: String,
     /// Arithmetic of the weights' products, for example `q8` or `f32`.
     pub dtype: Option<String>,

@@ -4,8 +4,8 @@
 
 /// The command line was wrong.
 pub const USAGE: u8 = 64;
-/// A port that the configuration or a tenant names is in use.
-pub const PORT_IN_USE: u8 = 69;
+/// A port that the configuration or a tenant names, or a GPU that the configuration names, is in use.
+pub const IN_USE: u8 = 69;
 /// The host refused something that no configuration decides: a socket, a process.
 pub const OS: u8 = 71;
 /// The state directory cannot be used, or another daemon uses it.
@@ -14,4 +14,4 @@ pub const STATE_DIR: u8 = 73;
 pub const CONFIG: u8 = 78;
 
 /// Codes after which a restart is pointless. 2 is what the command line parser itself exits with.
-pub const FINAL: [u8; 6] = [2, USAGE, PORT_IN_USE, OS, STATE_DIR, CONFIG];
+pub const FINAL: [u8; 6] = [2, USAGE, IN_USE, OS, STATE_DIR, CONFIG];

@@ -28,6 +28,7 @@ fn info() -> ModelInfo {
         weight_bytes: 1,
         digest: [5; 16],
         file_digest: [6; 16],
+        kv_id: [4; 16],
         weights_reused: false,
         kv_reused: true,
         threads: 1,
@@ -48,7 +49,17 @@ fn copy(fd: &impl AsFd) -> OwnedFd {
 /// What the next daemon finds.
 fn left(kv: Option<OwnedFd>, ledger: Option<OwnedFd>, writer: Option<OwnedFd>) -> Arenas {
     let store = Arc::new(FdStore::without_manager());
-    Arenas { store, model: "m".to_owned(), weights: None, kv, ledger, writer, cost: None }
+    let kv = kv.map(|fd| Kept { fd, bytes: 4096 });
+    Arenas {
+        store,
+        model: "m".to_owned(),
+        device: Device::Cpu,
+        weights: None,
+        kv,
+        ledger,
+        writer,
+        cost: None,
+    }
 }
 
 /// A ledger of `kv` with one record, as a daemon leaves it.
@@ -88,7 +99,7 @@ fn a_ledger_of_another_arena_key_model_or_geometry_says_nothing_and_stays_as_it_
         let ledger = left(Some(copy(kv)), Some(copy(&memory)), None).ledger(info, key).unwrap();
         ledger.records().count()
     };
-    assert_eq!(found(&arena(), &info(), KEY), 0, "arena");
+    assert_eq!(found(&kv, &ModelInfo { kv_id: [3; 16], ..info() }, KEY), 0, "arena");
     assert_eq!(found(&kv, &info(), [8; 32]), 0, "key");
     assert_eq!(found(&kv, &ModelInfo { digest: [6; 16], ..info() }, KEY), 0, "model");
     assert_eq!(found(&kv, &ModelInfo { blocks: 99, ..info() }, KEY), 0, "blocks");
@@ -109,6 +120,49 @@ fn a_ledger_that_is_torn_or_none_at_all_is_replaced_by_an_empty_one() {
         ledger.commit(BlockId(42), &RECORD);
         assert_eq!(ledger.record(BlockId(42)), Some(RECORD));
     }
+}
+
+#[test]
+fn an_arena_is_found_by_its_kind_its_device_and_its_model_and_brings_its_size() {
+    let (cpu, gpu) = (Device::Cpu, Device::Cuda { ordinal: 1 });
+    for (device, bytes) in [(cpu, 0), (cpu, u64::MAX), (gpu, 7)] {
+        for model in ["m", "7-m", "cpu-7-m"] {
+            assert_eq!(arena_size(&arena_name(KV, device, bytes, model), KV, device, model), Some(bytes));
+        }
+    }
+    let others = [
+        "kv-cpu-7-7-m",
+        "kv-cpu-7-n",
+        "kv-cpu-m",
+        "kv-m",
+        "kv-cpu-+7-m",
+        "kv-cpu-07-m",
+        "kv-cpu--7-m",
+        "kv-cpu-18446744073709551616-m",
+        "kv-cuda1-7-m",
+        "weights-cpu-7-m",
+        "kvcpu-7-m",
+        "",
+    ];
+    assert!(others.iter().all(|name| arena_size(name, KV, cpu, "m").is_none()));
+    assert_eq!(arena_size("kv-cuda10-7-m", KV, gpu, "m"), None);
+}
+
+#[test]
+fn an_arena_in_a_gpus_memory_is_paired_with_its_ledger_and_never_looked_at() {
+    // Whatever is asked of this fd but a copy of it, fails.
+    let nothing = || OwnedFd::from(io::pipe().unwrap().0);
+    let mut first = left(Some(nothing()), None, None);
+    first.device = Device::Cuda { ordinal: 0 };
+    let mut ledger = first.ledger(&info(), KEY).unwrap();
+    ledger.commit(BlockId(42), &RECORD);
+    let shelf = first.shelf(&ledger, &info(), KEY).unwrap();
+    let mut records = tempfile::tempfile().unwrap();
+    let tenants = [TenantId(3)].into();
+    assert_eq!(shelf.copy_out(&tenants, &mut records, None).unwrap(), 1);
+    let memory = ledger.into_memory();
+    let again = left(Some(nothing()), Some(copy(&memory)), None).ledger(&info(), KEY).unwrap();
+    assert_eq!(again.records().count(), 1);
 }
 
 #[test]

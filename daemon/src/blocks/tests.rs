@@ -32,7 +32,7 @@ fn arena(blocks: u32, number: u8) -> (SharedMemory, Ledger<SharedMemory>, Shelf)
     }
     let memory = SharedMemory::create("ledger", header.ledger_bytes()).unwrap();
     let ledger = Ledger::format(memory, &header, 1).unwrap();
-    let shelf = Shelf::new(arena.as_fd(), ledger.memory().as_fd(), header, SECRET).unwrap();
+    let shelf = Shelf::new(Some(arena.as_fd()), ledger.memory().as_fd(), header, SECRET).unwrap();
     (arena, ledger, shelf)
 }
 
@@ -121,6 +121,27 @@ fn without_their_bytes_the_records_are_saved_and_no_block_is_taken_over() {
     let (_dir, checkpoint, model) = saved(&shelf, false);
     assert_eq!(model.blocks, 1);
     assert!(SavedBlocks::open(&checkpoint, &model, SECRET).unwrap().is_none());
+}
+
+#[test]
+fn blocks_that_only_a_device_reads_are_saved_as_records_and_never_put_in_place() {
+    let (_arena, mut ledger, shelf) = arena(6, 1);
+    ledger.commit(BlockId(2), &record(2));
+    let (_dir, checkpoint, model) = saved(&shelf, true);
+    let blocks = SavedBlocks::open(&checkpoint, &model, SECRET).unwrap().unwrap();
+
+    let (_memory, mut ledger, host) = arena(6, 2);
+    let device = Shelf::new(None, ledger.memory().as_fd(), header(6, 2), SECRET).unwrap();
+    drop(host);
+    let error = device.fill(&blocks, &mut ledger).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+    assert_eq!(ledger.records().count(), 0);
+    ledger.commit(BlockId(3), &record(3));
+    assert_eq!(saved(&device, false).2.blocks, 1);
+    let mut files = [0; 2].map(|_| tempfile::tempfile().unwrap());
+    let [records, bytes] = &mut files;
+    let error = device.copy_out(&tenants(), records, Some(bytes)).unwrap_err();
+    assert_eq!(error.to_string(), "KV blocks in a GPU's memory are neither read nor written");
 }
 
 #[test]

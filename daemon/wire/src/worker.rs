@@ -49,12 +49,19 @@ pub struct Hello {
     pub max_num_batched_tokens: u32,
     /// Compute threads; `None` is what affinity and cgroup quota allow.
     pub threads: Option<u32>,
+    /// A row's bits depend on its own inputs alone, whatever runs beside it. On the CPU it is always so.
+    pub deterministic: bool,
     /// Measure what steps take before `Ready`. Left out where an earlier worker of this daemon has done it.
     pub measure: bool,
     /// An fd of the weights arena of an earlier worker is beside this frame.
     pub weights_fd: bool,
     /// An fd of the KV arena of an earlier worker is beside this frame.
     pub kv_fd: bool,
+    /// What [`FromWorker::Arena`] said of the weights arena whose fd is beside this frame, 0 where none is: memory of a GPU does not tell
+    /// its size to whoever has an fd of it.
+    pub weights_bytes: u64,
+    /// The same of the KV arena.
+    pub kv_bytes: u64,
     /// What an earlier worker measured: where it was the same in all that counts, nothing is measured again.
     pub known_cost: Option<KnownCost>,
 }
@@ -102,14 +109,19 @@ impl KnownCost {
 pub enum Device {
     /// The host's processors.
     Cpu,
+    /// An NVIDIA GPU.
+    Cuda {
+        /// Its number among those that the process sees.
+        ordinal: u32,
+    },
 }
 
 /// How weights are kept and multiplied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Dtype {
-    /// As near to the file's own types as the kernels allow; quantised weights meet int8 activations.
+    /// As near to the file's own types as the kernels allow: on the CPU quantised weights meet int8 activations, on a GPU all is bfloat16.
     Auto,
-    /// Dequantised to float32, float32 throughout.
+    /// Dequantised to float32, float32 throughout. Not on a GPU.
     F32,
 }
 
@@ -120,6 +132,8 @@ pub enum KvDtype {
     F16,
     /// Single precision.
     F32,
+    /// bfloat16: what a GPU keeps.
+    Bf16,
 }
 
 /// Size of the KV arena.
@@ -308,6 +322,8 @@ pub struct ModelInfo {
     pub digest: [u8; 16],
     /// Digest of the model's file, or files, alone.
     pub file_digest: [u8; 16],
+    /// Names the KV arena among all that were ever made: drawn at random by the worker that made it, and kept in its header.
+    pub kv_id: [u8; 16],
     /// The weights arena was mapped as it was found.
     pub weights_reused: bool,
     /// The KV arena was mapped as it was found.

@@ -62,9 +62,12 @@ fn main() -> anyhow::Result<()> {
         max_num_seqs: 64,
         max_num_batched_tokens: 512,
         threads: args.threads,
+        deterministic: false,
         measure: true,
         weights_fd: false,
         kv_fd: false,
+        weights_bytes: 0,
+        kv_bytes: 0,
         known_cost: None,
     };
     let start = Instant::now();

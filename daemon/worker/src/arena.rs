@@ -35,10 +35,12 @@ const SMALL_PAGE: usize = 4096;
 const EXTENT: usize = 16 * LARGE_PAGE;
 
 const MAGIC: [u8; 8] = *b"pagedd\0A";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const COMPLETE: u32 = 0x600D_600D;
 /// Where the `complete` word stands in the header.
 const COMPLETE_AT: u64 = 64;
+/// Where the arena's own name stands in the header.
+const ID_AT: u64 = 80;
 const SIZE_SEALS: SealFlags = SealFlags::GROW.union(SealFlags::SHRINK);
 
 /// What an arena is for.
@@ -147,6 +149,7 @@ pub struct Arena {
     fd: OwnedFd,
     mapping: Mapping,
     header: Header,
+    id: [u8; 16],
     writable: bool,
 }
 
@@ -180,17 +183,20 @@ impl Arena {
             .ok()
             .and_then(|data| data.checked_add(HEADER_BYTES))
             .ok_or_else(|| wrap(io::ErrorKind::OutOfMemory.into()))?;
+        let mut id = [0; 16];
+        getrandom::fill(&mut id).map_err(|e| wrap(io::Error::other(e.to_string())))?;
         let make = || -> rustix::io::Result<OwnedFd> {
             let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
             let fd = rustix::fs::memfd_create(header.kind.memfd_name(), flags)?;
             rustix::fs::ftruncate(&fd, len as u64)?;
             rustix::fs::fcntl_add_seals(&fd, SIZE_SEALS)?;
             write_at(&fd, &header.encode(), 0)?;
+            write_at(&fd, &id, ID_AT)?;
             Ok(fd)
         };
         let fd = make().map_err(|e| wrap(e.into()))?;
         let mapping = Mapping::new(&fd, len, true).map_err(|e| wrap(e.into()))?;
-        Ok(Self { fd, mapping, header, writable: true })
+        Ok(Self { fd, mapping, header, id, writable: true })
     }
 
     /// Takes memory for the arena from each of `nodes` in turn, now and whoever writes to it. What has memory already stays where it is, so this
@@ -299,14 +305,21 @@ impl Arena {
     /// [`Stale`]: what is wrong with it.
     pub fn reuse(fd: OwnedFd, expected: &Header) -> Result<Self, Stale> {
         let len = check(fd.as_fd(), expected)?;
+        let mut id = [0; 16];
+        read_at(fd.as_fd(), &mut id, ID_AT)?;
         let writable = expected.kind == Kind::Kv;
         let mapping = Mapping::new(&fd, len, writable).map_err(io::Error::from)?;
-        Ok(Self { fd, mapping, header: *expected, writable })
+        Ok(Self { fd, mapping, header: *expected, id, writable })
     }
 
     /// What the header page says.
     pub fn header(&self) -> &Header {
         &self.header
+    }
+
+    /// Names this arena among all that were ever made: drawn when it was, and read back by whoever maps it again.
+    pub fn id(&self) -> [u8; 16] {
+        self.id
     }
 
     /// The data.

@@ -12,6 +12,7 @@ pub mod forward;
 pub mod load;
 pub mod memory;
 pub mod numa;
+pub mod plan;
 pub mod runner;
 pub mod sample;
 pub mod selfcheck;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Parser;
 use pagedd_wire::Channel;
-use pagedd_worker::{arena, selfcheck, serve};
+use pagedd_worker::{arena, plan, selfcheck, serve};
 use tracing_subscriber::EnvFilter;
 
 /// The descriptor of the socket that the daemon hands over.
@@ -27,12 +27,16 @@ struct Args {
     log_format: Format,
 }
 
-#[derive(Clone, Copy, Debug, clap::Subcommand)]
+#[derive(Clone, Debug, clap::Subcommand)]
 enum Command {
     /// Check every GPU kernel against the CPU on this machine's own GPU
     ///
     /// Exit code: 0 all right, 1 a kernel is wrong, 3 no GPU can be used.
     Selfcheck(selfcheck::Options),
+    /// Sum up what a model takes of its device, before it is loaded, as JSON
+    ///
+    /// `pagedctl plan` does it for each model of a configuration. Exit code: 0 summed up, 1 the model cannot be read.
+    Plan(plan::Options),
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -53,8 +57,10 @@ fn main() -> ExitCode {
         let place = panic.location().map(ToString::to_string);
         tracing::error!(place, "panic");
     }));
-    if let Some(Command::Selfcheck(options)) = command {
-        return selfcheck::run(options);
+    match command {
+        Some(Command::Selfcheck(options)) => return selfcheck::run(options),
+        Some(Command::Plan(options)) => return plan::run(&options),
+        None => {}
     }
     #[cfg(feature = "failpoints")]
     let _points = fail::FailScenario::setup();

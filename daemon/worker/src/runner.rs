@@ -72,7 +72,6 @@ impl ModelRunner {
     /// [`LoadError`], with the tensor, key or setting named.
     pub fn load(hello: &Hello, fds: Fds, progress: &mut dyn FnMut(u32) -> bool) -> Result<Self, LoadError> {
         check_settings(hello)?;
-        let Device::Cpu = hello.device;
         let isa = Isa::detect();
         let threads = match hello.threads {
             Some(threads) => threads.clamp(1, 1024) as usize,
@@ -84,6 +83,10 @@ impl ModelRunner {
         let element = match hello.kv_dtype {
             KvDtype::F16 => KvElement::F16,
             KvDtype::F32 => KvElement::F32,
+            KvDtype::Bf16 => {
+                let problem = "bf16: the CPU keeps f16 or f32".to_owned();
+                return Err(LoadError::Setting { key: "kv_dtype", problem });
+            }
         };
         let layout = KvLayout::new(
             config.layers,
@@ -128,6 +131,7 @@ impl ModelRunner {
             weight_bytes: places.bytes as u64,
             digest: kv_identity[..16].try_into().unwrap_or_default(),
             file_digest: source.digest(),
+            kv_id: kv.id(),
             weights_reused,
             kv_reused,
             threads: threads as u32,
@@ -350,6 +354,9 @@ struct Pending {
 
 fn check_settings(hello: &Hello) -> Result<(), LoadError> {
     let wrong = |key, problem: String| Err(LoadError::Setting { key, problem });
+    if let Device::Cuda { ordinal } = hello.device {
+        return wrong("device", format!("cuda:{ordinal}: this pagedd-worker has no GPU support"));
+    }
     if !hello.block_size.is_power_of_two() || !(16..=512).contains(&hello.block_size) {
         return wrong("block_size", format!("{}: it must be a power of two in [16, 512]", hello.block_size));
     }

@@ -63,6 +63,10 @@ const TESTS: &[(&str, fn())] = tests! {
         a_lock_ends_with_its_process,
         a_lock_that_a_dead_holders_child_still_has_is_waited_for,
         a_state_directory_that_does_not_exist_is_named,
+        a_second_daemon_on_a_gpu_is_told_which_by_what_file_and_who_holds_it,
+        the_lock_of_a_gpu_ends_with_its_process_and_no_child_has_it,
+        the_lock_of_a_gpu_lies_where_it_can_and_never_behind_a_link,
+        a_lock_file_of_another_user_is_locked_without_being_written,
     }
 };
 

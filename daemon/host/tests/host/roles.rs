@@ -16,7 +16,7 @@ use std::time::Duration;
 use nix::sys::signal::{SigSet, Signal};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::keeper::{self, Patience, Program};
-use pagedd_host::lock::StateLock;
+use pagedd_host::lock::{GpuLock, StateLock};
 use pagedd_host::{Sandbox, Spawn, notify, spawn};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::MemfdFlags;
@@ -118,6 +118,11 @@ pub fn play(role: &str, args: &[&str]) -> ExitCode {
             let _lock = StateLock::acquire(Path::new(dir)).unwrap();
             println!("held");
             // Until the other end is closed.
+            let _ = io::stdin().read(&mut [0]);
+        }
+        ("lock-gpu", [dir, ordinal]) => {
+            let _lock = GpuLock::acquire_in(&[Path::new(dir)], ordinal.parse().unwrap()).unwrap();
+            println!("held");
             let _ = io::stdin().read(&mut [0]);
         }
         ("liar", []) => {

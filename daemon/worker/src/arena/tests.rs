@@ -15,13 +15,19 @@ fn what_was_written_is_found_again_through_the_fd() {
         assert_eq!(arena.data().len(), 10_000);
         arena.data_mut()[9_999] = 42;
         let arena = arena.complete().unwrap();
-        let fd = dup(&arena);
+        let (fd, id) = (dup(&arena), arena.id());
         drop(arena);
         assert_eq!(claimed_bytes(fd.as_fd()).unwrap(), 10_000);
         let mut again = Arena::reuse(fd, &header).unwrap();
-        assert_eq!(again.data()[9_999], 42);
+        assert_eq!((again.data()[9_999], again.id()), (42, id));
         assert_eq!(again.data_mut().is_empty(), header.kind == Kind::Weights);
     }
+}
+
+#[test]
+fn no_two_arenas_have_one_name() {
+    let [one, other] = [KV, KV].map(|header| Arena::create(header).unwrap().id());
+    assert_ne!(one, other);
 }
 
 #[test]

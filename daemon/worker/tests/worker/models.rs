@@ -51,9 +51,12 @@ pub fn hello(path: &Path, dtype: Dtype) -> Hello {
         max_num_seqs: 64,
         max_num_batched_tokens: 512,
         threads: Some(2),
+        deterministic: false,
         measure: false,
         weights_fd: false,
         kv_fd: false,
+        weights_bytes: 0,
+        kv_bytes: 0,
         known_cost: None,
     }
 }

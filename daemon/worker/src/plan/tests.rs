@@ -1,0 +1,120 @@
+use pagedd_model::testing::{TinyModel, write_gguf};
+use pagedd_wire::PROTOCOL;
+use pagedd_wire::worker::Hello;
+use tempfile::TempDir;
+
+use super::*;
+use crate::{Fds, ModelRunner};
+
+/// Of [`TinyModel`]: two layers, two KV heads of 16 elements.
+const TOKEN_ELEMENTS: u64 = 2 * 2 * 2 * 16;
+
+fn tiny(model: &TinyModel) -> (TempDir, Options) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tiny.gguf");
+    write_gguf(&path, 7, model).unwrap();
+    let options = Options {
+        model: path,
+        device: Device::Cpu,
+        dtype: Dtype::Auto,
+        kv_dtype: KvDtype::F16,
+        kv_memory: KvMemory::Tokens(1000),
+        block_size: 32,
+        max_num_seqs: 4,
+        max_model_len: None,
+        taken: 0,
+    };
+    (dir, options)
+}
+
+#[test]
+fn what_is_planned_on_the_cpu_is_what_a_worker_makes() {
+    for (dtype, kv_dtype) in [(Dtype::Auto, KvDtype::F16), (Dtype::F32, KvDtype::F32)] {
+        let (_dir, options) = tiny(&TinyModel::default());
+        let options = Options { dtype, kv_dtype, ..options };
+        let hello = Hello {
+            protocol: PROTOCOL,
+            path: options.model.to_str().unwrap().to_owned(),
+            device: Device::Cpu,
+            dtype,
+            kv_dtype,
+            block_size: options.block_size,
+            kv_memory: options.kv_memory,
+            max_model_len: None,
+            max_num_seqs: options.max_num_seqs,
+            max_num_batched_tokens: 16,
+            threads: Some(1),
+            deterministic: false,
+            measure: false,
+            weights_fd: false,
+            kv_fd: false,
+            weights_bytes: 0,
+            kv_bytes: 0,
+            known_cost: None,
+        };
+        let runner = ModelRunner::load(&hello, Fds::default(), &mut |_| true).unwrap();
+        let (sum, info) = (Sum::new(&options, Ok(1 << 30)).unwrap(), runner.info());
+        assert_eq!((sum.weight_bytes, sum.overhead_bytes), (info.weight_bytes, 0));
+        assert_eq!((sum.block_bytes, sum.blocks), (info.block_bytes, Ok(info.blocks)));
+        assert_eq!((sum.parameters, sum.max_model_len), (info.parameters, info.max_model_len));
+    }
+}
+
+#[test]
+fn on_a_gpu_matrices_have_two_bytes_an_element_and_vectors_four() {
+    for tied_embeddings in [true, false] {
+        let (_dir, options) = tiny(&TinyModel { tied_embeddings, ..TinyModel::default() });
+        let cuda = Options { device: Device::Cuda { ordinal: 0 }, kv_dtype: KvDtype::Bf16, ..options };
+        let sum = Sum::new(&cuda, Ok(1 << 40)).unwrap();
+        // Five vectors of 64 elements; every matrix has rows or columns of 64 and so no rest.
+        let vectors = 5 * 64;
+        assert_eq!(sum.weight_bytes, 2 * (sum.parameters - vectors) + 4 * vectors, "tied {tied_embeddings}");
+        assert_eq!((sum.token_bytes, sum.block_bytes), (2 * TOKEN_ELEMENTS, 32 * 2 * TOKEN_ELEMENTS));
+        assert_eq!((sum.overhead_bytes, sum.blocks), (GPU_OVERHEAD, Ok(32)));
+    }
+}
+
+#[test]
+fn a_share_of_what_is_free_is_of_what_weights_scratch_and_other_models_leave() {
+    let (_dir, options) = tiny(&TinyModel::default());
+    let cuda = Options {
+        device: Device::Cuda { ordinal: 0 },
+        kv_dtype: KvDtype::Bf16,
+        kv_memory: KvMemory::Percent(50.0),
+        ..options
+    };
+    let before = Sum::new(&cuda, Ok(1 << 40)).unwrap().weight_bytes + GPU_OVERHEAD;
+    let block = 32 * 2 * TOKEN_ELEMENTS;
+    assert_eq!(Sum::new(&cuda, Ok(before + 10 * block)).unwrap().blocks, Ok(5));
+    let third = Options { taken: 4 * block, ..cuda.clone() };
+    let sum = Sum::new(&third, Ok(before + 10 * block)).unwrap();
+    assert_eq!((sum.free, sum.blocks), (Ok(before + 6 * block), Ok(3)));
+    let error = NoBlocks::NoMemory { wanted: before, free: before - 1 };
+    let sum = Sum::new(&cuda, Ok(before - 1)).unwrap();
+    assert_eq!((sum.json()["problem"].as_str(), sum.blocks), (Some(&*error.to_string()), Err(error)));
+}
+
+#[test]
+fn where_nothing_is_known_of_the_device_the_sum_is_there_all_the_same() {
+    let (_dir, options) = tiny(&TinyModel::default());
+    let unknown = || Err("no NVIDIA driver".to_owned());
+    let cuda = Options { device: Device::Cuda { ordinal: 0 }, kv_dtype: KvDtype::Bf16, ..options };
+    let json = Sum::new(&cuda, unknown()).unwrap().json();
+    assert_eq!(json["kv"], json!({"blocks": 32, "tokens": 1024, "bytes": 32 * 32 * 2 * TOKEN_ELEMENTS}));
+    assert_eq!((&json["free_bytes"], &json["free_unknown"]), (&json!(null), &json!("no NVIDIA driver")));
+    assert_eq!(json["problem"], json!(null));
+    let share = Options { kv_memory: KvMemory::Auto, ..cuda };
+    let json = Sum::new(&share, unknown()).unwrap().json();
+    assert_eq!((&json["kv"], &json["problem"]), (&json!(null), &json!(null)));
+    assert!(json["weight_bytes"].as_u64().is_some_and(|bytes| bytes > 0));
+}
+
+#[test]
+fn what_pagedctl_writes_is_read() {
+    let amounts = ["auto", "4096B", "5000tokens", "12.5%"].map(|text| kv_memory(text).unwrap());
+    let expected = [KvMemory::Auto, KvMemory::Bytes(4096), KvMemory::Tokens(5000), KvMemory::Percent(12.5)];
+    assert_eq!(amounts, expected);
+    assert_eq!(["cpu", "cuda:7"].map(device), [Ok(Device::Cpu), Ok(Device::Cuda { ordinal: 7 })]);
+    assert!(["", "B", "12", "-1B", "tokens", "x%"].iter().all(|text| kv_memory(text).is_err()));
+    assert!(["gpu", "cuda", "cuda:", "cuda:x"].iter().all(|text| device(text).is_err()));
+}
