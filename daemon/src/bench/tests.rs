@@ -274,3 +274,11 @@ fn processor_time_of_threads_rises_with_their_work() {
     assert!(thread_time(&folder).is_some_and(|now| now > own), "{}", folder.display());
     assert!(taken(&before, &after) > 0);
 }
+
+#[test]
+fn every_row_for_gpu_hosts_is_a_command_that_is_taken() {
+    let rows = include_str!("../../../scripts/gpu/rows.txt").lines().filter(|line| line.starts_with("run"));
+    let commands = rows.filter_map(|line| line.rsplit('|').next()?.trim().strip_prefix("bench "));
+    let taken = commands.map(|command| parsed(command).unwrap_or_else(|error| panic!("{command}: {error}")));
+    assert!(taken.count() >= 10, "rows of decode, prefill, throughput and prefix");
+}
