@@ -25,6 +25,7 @@ pub enum ToWorker {
 }
 
 /// What to load, and on what.
+#[allow(clippy::struct_excessive_bools, reason = "settings that have nothing to do with one another")]
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Hello {
     /// [`crate::PROTOCOL`].

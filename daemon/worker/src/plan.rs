@@ -2,7 +2,8 @@
 //!
 //! **Owns** the sum, and its form as JSON for `pagedctl plan`. **Never** makes an arena or reads a weight.
 //!
-//! It is the arithmetic by which a worker sizes its arenas, so that what is printed is what comes.
+//! It is the arithmetic by which a worker sizes its arenas. On the CPU what is printed is what comes; on a GPU it allows for the most that a
+//! worker takes beside them, so that where KV blocks get a share of what is free, as many come, or more.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
