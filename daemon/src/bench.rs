@@ -21,7 +21,7 @@ use anyhow::Context as _;
 use pagedd_config::{Config, Model};
 use pagedd_host::fdstore::FdStore;
 
-use crate::start::{start_log, surroundings};
+use crate::start::{lock_gpus, start_log, surroundings};
 use cases::Bench;
 use load::Draw;
 pub use options::Options;
@@ -45,6 +45,10 @@ pub fn main(options: &Options) -> ExitCode {
         Ok(config) => config,
         Err(error) => return fail(USAGE, &error),
     };
+    let gpus = match lock_gpus(&config) {
+        Ok(gpus) => gpus,
+        Err(failure) => return fail(failure.exit, &failure.message),
+    };
     pagedd_host::memory::use_one_heap();
     start_log(&config);
     // Without the engine's thread nothing would ever come.
@@ -52,7 +56,9 @@ pub fn main(options: &Options) -> ExitCode {
         eprintln!("pagedd bench: {panic}");
         std::process::abort();
     }));
-    match run(case, &config) {
+    let result = run(case, &config);
+    drop(gpus);
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => fail(FAILED, &format!("{error:#}")),
     }

@@ -96,10 +96,12 @@ fn dtype(text: &str) -> Result<ComputeDtype, String> {
     }
 }
 
-/// A failed start: its exit code (documented in `--help`), and one line.
-struct Failure {
-    exit: u8,
-    message: String,
+/// A failed start.
+pub struct Failure {
+    /// As documented in `--help`.
+    pub exit: u8,
+    /// One line.
+    pub message: String,
 }
 
 /// Exit code of a failure that a restart may mend.
@@ -234,7 +236,7 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
 }
 
 /// Makes sure that no other daemon has a model on a GPU that one of ours is on: they would not find the memory that they were promised.
-fn lock_gpus(config: &Config) -> Result<Vec<GpuLock>, Failure> {
+pub fn lock_gpus(config: &Config) -> Result<Vec<GpuLock>, Failure> {
     let gpu = |model: &pagedd_config::Model| match model.device {
         Device::Cpu => None,
         Device::Cuda { ordinal } => Some(ordinal),

@@ -271,6 +271,9 @@ pub struct ModelOptions {
     /// Longest sequence
     #[arg(long, conflicts_with = "config")]
     pub max_model_len: Option<String>,
+    /// Whether a row's bits depend on its own inputs alone
+    #[arg(long, value_name = "true|false", conflicts_with = "config")]
+    pub deterministic: Option<String>,
     /// Threads of the worker
     #[arg(long, conflicts_with = "config")]
     pub threads: Option<String>,
@@ -331,7 +334,7 @@ impl ModelOptions {
     /// What was typed, as a configuration file has it.
     fn yaml(&self, seats: u32) -> String {
         let seats = seats.to_string();
-        let keys: [(&str, Option<&str>); 10] = [
+        let keys: [(&str, Option<&str>); 11] = [
             ("path", self.path.as_deref()),
             ("device", self.device.as_deref()),
             ("dtype", self.dtype.as_deref()),
@@ -341,6 +344,7 @@ impl ModelOptions {
             ("max_num_seqs", self.max_num_seqs.as_deref().or(Some(&seats))),
             ("itl_target", self.itl_target.as_deref().or(Some("none"))),
             ("max_model_len", self.max_model_len.as_deref()),
+            ("deterministic", self.deterministic.as_deref()),
             ("threads", self.threads.as_deref()),
         ];
         let given = keys.into_iter().filter_map(|(key, value)| Some((key, value?)));

@@ -74,6 +74,13 @@ fn what_is_wrong_with_a_models_option_is_said_of_the_option() {
 }
 
 #[test]
+fn a_generated_model_on_a_gpu_needs_no_file() {
+    let line = "latency --path synthetic:llama-3-8b --device cuda:1 --deterministic true";
+    let model = model(line).expect("it holds");
+    assert_eq!((model.device.to_string().as_str(), model.deterministic), ("cuda:1", true));
+}
+
+#[test]
 fn a_path_is_taken_as_it_stands_whatever_yaml_would_make_of_it() {
     let case = Line::try_parse_from(["bench", "latency", "--path", "a\": {b}\n\\#c"]).expect("any text");
     let error = case.options.case.config().expect_err("there is no such file");
