@@ -49,7 +49,7 @@ ifneq ($(NEXTEST),)
 	cargo nextest run --locked $(POINTS) --workspace --no-fail-fast $(ARGS)
 else
 	cargo test --locked $(POINTS) --workspace --exclude pagedd-tests --bins --lib --tests $(ARGS)
-	cargo test --locked $(POINTS) --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
+	cargo test --locked --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
 endif
 
 .PHONY: test-unit
@@ -58,7 +58,7 @@ ifneq ($(NEXTEST),)
 	cargo nextest run --locked $(POINTS) --workspace -E 'not package(pagedd-tests) or binary(/^(tidy|harness)$$/)' $(ARGS)
 else
 	cargo test --locked $(POINTS) --workspace --exclude pagedd-tests --bins --lib --tests $(ARGS)
-	cargo test --locked $(POINTS) --package pagedd-tests --lib --test tidy --test harness $(ARGS)
+	cargo test --locked --package pagedd-tests --lib --test tidy --test harness $(ARGS)
 endif
 
 .PHONY: test-e2e
@@ -66,7 +66,7 @@ test-e2e: tools model build-dev ## Only the tests that start a daemon (ARGS: arg
 ifneq ($(NEXTEST),)
 	cargo nextest run --locked $(POINTS) --no-fail-fast -E 'package(pagedd-tests) & not binary(/^(tidy|harness)$$/)' $(ARGS)
 else
-	cargo test --locked $(POINTS) --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
+	cargo test --locked --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
 endif
 
 .PHONY: test-crash

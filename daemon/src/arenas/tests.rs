@@ -60,6 +60,7 @@ fn left(kv: Option<OwnedFd>, ledger: Option<OwnedFd>, writer: Option<OwnedFd>) -
         ledger,
         writer,
         cost: None,
+        algorithms: Vec::new(),
     }
 }
 

@@ -132,7 +132,7 @@ fn choices_of_one_prompt_with_penalties_draw_what_they_draw_alone() {
     together.finish(&mut runner);
     for (choice, id) in (0..).zip(1..=4) {
         let mut alone = Driver::new(&runner);
-        alone.seqs.push(Seq { sampling, choice, ..Seq::new(id, prompt, 1) });
+        alone.seqs.push(Seq { choice, sampling, ..Seq::new(id, prompt, 1) });
         alone.finish(&mut runner);
         assert_eq!(alone.drawn[&id][0].token, together.drawn[&id][0].token, "choice {choice}");
     }

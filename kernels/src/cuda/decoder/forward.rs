@@ -96,9 +96,7 @@ impl<T: Half + GemmOutput> Work<T> {
             }
         }
         let units = units(&shape, &limits);
-        let room = |width: usize| {
-            Ok::<_, CudaError>(Buffer::zeroed(stream, product("scratch memory", &[tokens, width])?)?)
-        };
+        let room = |width: usize| Buffer::zeroed(stream, product("scratch memory", &[tokens, width])?);
         let mut gemm = Gemm::new(stream)?;
         if exact {
             gemm.use_one_for_all_rows();

@@ -93,7 +93,7 @@ fn norm<T: Half>(
     bench.report("add_rms_norm", case.clone(), Found::Error(error));
     let left = on_device.all().to_vec(&bench.stream)?;
     let stays = |i: usize| if picked { x[i] } else { sum(i) };
-    let count = left.iter().enumerate().filter(|&(i, x)| *x != stays(i)).count();
+    let count = left.iter().enumerate().filter(|&(i, x)| x.to_bits() != stays(i).to_bits()).count();
     bench.report("residual", case, Found::Different { count, of: left.len() });
     Ok(())
 }
@@ -256,7 +256,7 @@ fn embedding<T: Half>(bench: &mut Bench, hidden: usize) -> Result<(), CudaError>
         Some(token) => input[token * hidden + i % hidden].to_f64() as f32,
         None => 0.0,
     };
-    let count = got.iter().enumerate().filter(|&(i, x)| *x != want(i)).count();
+    let count = got.iter().enumerate().filter(|&(i, x)| x.to_bits() != want(i).to_bits()).count();
     bench.report(
         "embed",
         format!("{} {}x{hidden}", T::NAME, sources.len()),
