@@ -258,13 +258,12 @@ impl ModelRunner {
         self.info.load_us = took.as_micros() as u64;
     }
 
-    /// Forgets every sequence; these are the live ones.
+    /// Forgets every sequence; these are the live ones. Every plan is collected before.
     ///
     /// # Errors
     /// [`PlanError`]; nothing has changed.
     pub fn resync(&mut self, states: Vec<SequenceState>) -> Result<(), PlanError> {
         batch::check_states(&states, &self.limits)?;
-        self.flights.clear();
         self.sequences.resync(states);
         Ok(())
     }

@@ -116,6 +116,9 @@ fn converse(channel: &mut Channel) -> Result<(), ServeError> {
                 point("worker-output");
                 channel.send(&FromWorker::Output(output), &[])?;
             }
+            ToWorker::Resync(_) if !out.is_empty() => {
+                return Err(ServeError::Protocol("a resync while plans have no answer".to_owned()));
+            }
             ToWorker::Resync(states) => {
                 point("worker-resync");
                 runner.resync(states).map_err(ServeError::Resync)?;
