@@ -72,7 +72,7 @@ fn a_model_on_a_gpu_that_is_not_there_says_so_and_the_other_model_serves() {
 }
 
 #[test]
-fn a_gpu_is_one_daemons_until_that_ends_however_it_ends() {
+fn bug_45_a_gpu_is_one_daemons_until_that_ends_however_it_ends() {
     let folder = tempfile::tempdir().expect("a folder");
     let ordinal = ordinal();
     let config = yaml(folder.path(), ordinal);
