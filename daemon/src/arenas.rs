@@ -169,6 +169,13 @@ impl Arenas {
         self.forget(&name(LEDGER, &self.model));
     }
 
+    /// Lets go of the weights: the next worker reads them again.
+    pub fn forget_weights(&mut self) {
+        if let Some(kept) = self.weights.take() {
+            self.forget(&arena_name(WEIGHTS, self.device, kept.bytes, &self.model));
+        }
+    }
+
     fn forget(&self, name: &str) {
         if let Err(error) = self.store.remove(name) {
             warn!(model = self.model, %error, "an fd of an earlier daemon stays open");

@@ -370,8 +370,12 @@ impl WorkerProcess {
                 }
                 FromWorker::Failed { error, retry } => {
                     if self.info.is_none() {
-                        // The KV arena of an earlier daemon may be in its way, where another size of it is wanted now.
+                        // Arenas of an earlier daemon may be in its way, where another size or model is wanted now.
                         self.arenas.forget_kv();
+                        // A GPU has no room for two.
+                        if let Device::Cuda { .. } = spec.hello.device {
+                            self.arenas.forget_weights();
+                        }
                     }
                     return Err(if retry { StartError::Retry(error) } else { StartError::Final(error) });
                 }

@@ -34,7 +34,9 @@ pub use decoder::{
 pub use device::{Device, DeviceInfo};
 pub use elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, silu_mul};
 pub use error::CudaError;
-pub use gemm::{Algorithm, Algorithms, AlgorithmsError, Gemm, GemmOutput, GemmShape, Tuned, Tuning};
+pub use gemm::{
+    Algorithm, Algorithms, AlgorithmsError, Gemm, GemmOutput, GemmShape, Tuned, Tuning, products_version,
+};
 pub use graph::Graph;
 pub use launch::Half;
 pub use norm::{AddNorm, add_rms_norm};

@@ -153,7 +153,13 @@ impl LockFile {
         loop {
             match open(OpenOptions::new().read(true).write(true)) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                // Also on a file system that is read-only for this process.
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem
+                    ) =>
+                {
                     let file = open(OpenOptions::new().read(true))?;
                     return Ok(Self { file, writable: false });
                 }

@@ -160,7 +160,8 @@ fn plan(probe: Probe, limits: &Limits) -> Option<(Vec<Begin>, Vec<Row>)> {
         seq: row.seq,
         choice: 0,
         sampling: SamplingParams::GREEDY.into(),
-        prompt: 0,
+        // Several tokens are of a prompt, a single one comes behind it.
+        prompt: if row.inputs.len() > 1 { row.start + row.inputs.len() as u32 } else { 0 },
         tokens: vec![],
     });
     Some((begin.collect(), rows))

@@ -91,6 +91,15 @@ pub fn load(hello: &Hello, fds: Fds, progress: &mut dyn FnMut(u32) -> bool) -> R
 }
 
 impl Compute for CpuModel {
+    /// Every step is done when it is submitted.
+    fn is_alone(&self, _: &Pendings, _: &Sequences) -> bool {
+        false
+    }
+
+    fn forget(&mut self) {
+        self.drawn.clear();
+    }
+
     fn submit(
         &mut self,
         copies: &[BlockCopy],

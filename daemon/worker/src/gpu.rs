@@ -15,7 +15,8 @@ use half::bf16;
 use pagedd_core::{BlockId, TokenId};
 use pagedd_kernels::cuda::{
     Algorithms, CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep,
-    Device, DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, Ticket, TokenSource,
+    Device, DeviceInfo, DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, Ticket, TokenSource,
+    products_version,
 };
 use pagedd_kernels::sample::Adjustment;
 use pagedd_kernels::{KvRow, Pairing};
@@ -123,13 +124,13 @@ pub fn load(
     let identity = weights_identity(&source, &places);
     let header = Header { kind: Kind::Weights, data_bytes: places.bytes as u64, identity };
     let found = fds.weights.map(|fd| arena::reuse(&stream, &fd, hello.weights_bytes, |_| Ok(header)));
-    let (weights, weights_reused) = match taken(found, Kind::Weights) {
+    let (weights, weights_reused) = match taken(found, Kind::Weights)? {
         Some((memory, _)) => (memory, true),
         None => (new_weights(&stream, &source, &shape, &places, &header, threads, progress)?, false),
     };
 
     let request = KvRequest::new(hello, config.context.0, layout.block_stride as u64);
-    let kv_identity = kv_identity(&identity, &layout, &device, hello.deterministic);
+    let kv_identity = kv_identity(&identity, &layout, &device, products_version()?, hello.deterministic);
     let most = decoder_limits(hello, &request);
     let scratch = Decoder::<Element>::scratch_bytes(&shape, &most) as u64;
     let (kv, kv_id, blocks, kv_reused) = kv(&stream, &request, kv_identity, scratch, fds.kv, hello.kv_bytes)?;
@@ -238,18 +239,15 @@ fn decoder_limits(hello: &Hello, request: &KvRequest) -> DecoderLimits {
     }
 }
 
-/// An arena of an earlier worker, or nothing where there is none or it is of no use.
+/// An arena of an earlier worker, or nothing where there is none.
+///
+/// # Errors
+/// It is of no use. The daemon lets go of it, and only then is there memory for another: it is the next worker's to make.
 fn taken(
     found: Option<Result<(SharedBuffer, [u8; 16]), String>>,
     kind: Kind,
-) -> Option<(SharedBuffer, [u8; 16])> {
-    match found? {
-        Ok(found) => Some(found),
-        Err(why) => {
-            tracing::warn!(why, %kind, "arena of an earlier worker is not used, a new one is made");
-            None
-        }
-    }
+) -> Result<Option<(SharedBuffer, [u8; 16])>, LoadError> {
+    found.transpose().map_err(|why| LoadError::Stale { kind, why })
 }
 
 fn new_weights(
@@ -291,10 +289,17 @@ fn kv(
             }
         })
     });
-    if let Some((memory, id)) = taken(found, Kind::Kv) {
+    if let Some((memory, id)) = taken(found, Kind::Kv)? {
         return Ok((memory, id, blocks, true));
     }
     let (free, _) = stream.device().memory()?;
+    if free as u64 <= scratch + RESERVE {
+        let problem = format!(
+            "steps need {scratch} bytes of scratch memory and {RESERVE} are left to the driver, the GPU has {free} bytes free behind the weights: \
+             lower it, or max_model_len"
+        );
+        return Err(LoadError::Setting { key: "max_num_batched_tokens", problem });
+    }
     let available = (free as u64).saturating_sub(scratch + RESERVE);
     let blocks = request.blocks(available)?;
     let header = header(u64::from(blocks) * request.block_bytes);
@@ -318,17 +323,31 @@ fn kv_identity(
     weights: &[u8; 32],
     layout: &DeviceKvLayout,
     device: &Device,
+    library: u64,
     deterministic: bool,
 ) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("pagedd KV arena of a GPU");
     hasher.update(weights);
     hasher.update(format!("{layout:?}").as_bytes());
-    // Kernels differ by capability in the last bits.
-    hasher.update(format!("{:?} {deterministic}", device.info().capability).as_bytes());
+    // Kernels and products differ in the last bits by GPU and library.
+    let DeviceInfo { name, capability, multiprocessors, .. } = device.info();
+    hasher.update(format!("{name} {capability:?} {multiprocessors} {library} {deterministic}").as_bytes());
     hasher.finalize().into()
 }
 
 impl Compute for GpuModel {
+    /// Draws of several lots overwrite what an earlier step has yet to bring, and only those of the last stay on the device.
+    fn is_alone(&self, pending: &Pendings, sequences: &Sequences) -> bool {
+        let adjusts = pending.draws.iter().any(|draw| !draw.of.params.penalties.is_none());
+        let many = pending.draws.len() > self.draws;
+        many || (adjusts
+            && lot(&pending.draws, &all_adjustments(pending, sequences), self.draws) < pending.draws.len())
+    }
+
+    fn forget(&mut self) {
+        self.out.clear();
+    }
+
     fn submit(
         &mut self,
         copies: &[BlockCopy],
@@ -348,17 +367,7 @@ impl Compute for GpuModel {
             })
             .collect();
         self.decoder.forward(&DecoderStep { copies, rows: &rows, decoded: *decoded, tokens, wanted })?;
-        let adjustments: Vec<Vec<Adjustment>> = pending
-            .draws
-            .iter()
-            .map(|draw| {
-                if draw.of.params.penalties.is_none() {
-                    Vec::new()
-                } else {
-                    adjustments(sequences.past(draw.row, draw.of.position as usize))
-                }
-            })
-            .collect();
+        let adjustments = all_adjustments(pending, sequences);
         let mut first = 0;
         // Draws that cannot be made together, because they adjust one row of logits differently or are too many, are made one lot after the other.
         loop {
@@ -501,6 +510,15 @@ fn lot(pending: &[Pending], adjustments: &[Vec<Adjustment>], most: usize) -> usi
         }
     }
     pending.len()
+}
+
+/// Of each draw.
+fn all_adjustments(pending: &Pendings, sequences: &Sequences) -> Vec<Vec<Adjustment>> {
+    let of = |draw: &Pending| match draw.of.params.penalties.is_none() {
+        true => Vec::new(),
+        false => adjustments(sequences.past(draw.row, draw.of.position as usize)),
+    };
+    pending.draws.iter().map(of).collect()
 }
 
 /// Every token of the past once, ascending.

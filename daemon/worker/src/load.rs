@@ -59,6 +59,15 @@ pub enum LoadError {
     #[cfg(feature = "cuda")]
     #[error("GPU: {0}")]
     Gpu(#[from] pagedd_kernels::cuda::CudaError),
+    /// An arena of an earlier worker is of no use, and takes the memory of another.
+    #[cfg(feature = "cuda")]
+    #[error("the {kind} arena of an earlier worker is in the way: {why}")]
+    Stale {
+        /// Which.
+        kind: crate::arena::Kind,
+        /// What is wrong with it.
+        why: String,
+    },
     /// The system gave no threads.
     #[error("compute threads: {0}")]
     Threads(std::io::Error),
@@ -73,6 +82,8 @@ impl LoadError {
         #[cfg(feature = "cuda")]
         use pagedd_kernels::cuda::CudaError;
         match self {
+            #[cfg(feature = "cuda")]
+            Self::Stale { .. } => true,
             #[cfg(feature = "cuda")]
             Self::Gpu(error) => matches!(error, CudaError::OutOfMemory { .. } | CudaError::Device { .. }),
             Self::NoMemory { .. }

@@ -13,8 +13,8 @@ use pagedd_core::StepCost;
 use pagedd_kernels::KvError;
 use pagedd_model::ModelSource;
 use pagedd_wire::worker::{
-    Arena as WhichArena, BlockCopy, Device, Hello, Input, ModelInfo, Output, Plan, Row, Sampled,
-    SequenceState,
+    Arena as WhichArena, BlockCopy, Device, Hello, Input, MOST_IN_FLIGHT, ModelInfo, Output, Plan, Row,
+    Sampled, SequenceState,
 };
 
 use crate::arena::ArenaError;
@@ -61,6 +61,9 @@ pub enum RunError {
     /// Every plan that was submitted is collected.
     #[error("no plan is out")]
     NothingOut,
+    /// More plans than can be on their way.
+    #[error("{MOST_IN_FLIGHT} plans are out already")]
+    TooManyOut,
     /// No memory for an arena.
     #[error(transparent)]
     Arena(#[from] ArenaError),
@@ -76,7 +79,7 @@ impl RunError {
             #[cfg(feature = "cuda")]
             Self::Gpu(_) | Self::ArenaInUse => true,
             Self::Arena(_) | Self::Fd(_) => true,
-            Self::Plan(_) | Self::Kernel(_) | Self::NothingOut => false,
+            Self::Plan(_) | Self::Kernel(_) | Self::NothingOut | Self::TooManyOut => false,
         }
     }
 }
@@ -92,6 +95,12 @@ pub struct ArenaFd {
 
 /// A model's arenas on a device, and what computes there.
 pub trait Compute: fmt::Debug + Send {
+    /// Whether these draws must be made while no other step is on its way: such a step is done when it is submitted.
+    fn is_alone(&self, pending: &Pendings, sequences: &Sequences) -> bool;
+
+    /// Forgets steps that were submitted and not collected.
+    fn forget(&mut self);
+
     /// Copies blocks, computes the rows, and makes the draws of [`pending`], or has all that begun: whether it is done.
     ///
     /// What is not done is to be collected before the next but one is submitted. Only where the one before is not done has the batch unknown
@@ -218,6 +227,9 @@ impl ModelRunner {
         self.limits.capacity = capacity;
         let cost = calibrate::measure(&limits, |plan| self.run(plan).map(|output| output.compute_us));
         self.model.put_back();
+        // Where it failed, something may be on its way.
+        self.model.forget();
+        self.flights.clear();
         (self.limits, self.sequences) = (limits, Sequences::default());
         match cost {
             Ok(cost) => {
@@ -288,6 +300,9 @@ impl ModelRunner {
     /// [`RunError`]; on [`RunError::Plan`] nothing has been written.
     pub fn submit(&mut self, plan: &Plan) -> Result<(), RunError> {
         let submitted = Instant::now();
+        if self.flights.len() == MOST_IN_FLIGHT {
+            return Err(RunError::TooManyOut);
+        }
         self.sequences.forget_before(plan.id);
         if self.needs_tokens(plan) {
             self.finish()?;
@@ -295,6 +310,9 @@ impl ModelRunner {
         let batch = batch::check(plan, &self.sequences, &self.limits)?;
         batch::apply(plan, &batch, &mut self.sequences);
         let pending = Pendings::new(&batch, &self.sequences);
+        if self.model.is_alone(&pending, &self.sequences) {
+            self.finish_all()?;
+        }
         let done = self.model.submit(&plan.copies, &batch, &pending, &self.sequences, &self.limits)?;
         for row in &batch.failed {
             for &seq in who(row) {
@@ -308,7 +326,15 @@ impl ModelRunner {
             self.sequences.end(plan.id, seq);
         }
         self.flights.push_back(Flight { plan: plan.id, batch, pending, submitted, output: None });
-        if done { self.finish() } else { Ok(()) }
+        if done { self.finish_all() } else { Ok(()) }
+    }
+
+    /// Waits for every plan.
+    fn finish_all(&mut self) -> Result<(), RunError> {
+        while self.flights.iter().any(|flight| flight.output.is_none()) {
+            self.finish()?;
+        }
+        Ok(())
     }
 
     /// Waits for the oldest plan that was submitted and not collected.

@@ -140,6 +140,7 @@ pub struct Decoder<T: Half> {
     slots: [Slot; 2],
     /// Of the next draws.
     number: u64,
+    /// Whether there is memory to record steps.
     record: bool,
 }
 
@@ -179,12 +180,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
                 ranks: false,
             })
         };
-        let padded = DecoderLimits {
-            rows: bucket(limits.rows),
-            tokens: limits.tokens.max(bucket(limits.rows)),
-            wanted: limits.wanted.max(bucket(limits.rows)),
-            ..limits
-        };
+        let padded = padded(&limits);
         Ok(Self {
             graphs: HashMap::new(),
             met: Vec::new(),
@@ -200,6 +196,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
     /// Bytes of scratch memory that a decoder of this shape takes within these limits, about.
     #[must_use]
     pub fn scratch_bytes(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
+        let limits = &padded(limits);
         let width = 4 * shape.hidden + shape.qkv_width() + shape.query_width() + 3 * shape.ffn;
         let logits = limits.wanted * shape.vocabulary * size_of::<f32>();
         let draws = limits.draws * (64 << 10);
@@ -214,17 +211,6 @@ impl<T: Half + GemmOutput> Decoder<T> {
     #[must_use]
     pub fn memory(&self) -> &DecoderMemory {
         &self.work.memory
-    }
-
-    /// Whether steps are recorded and replayed (the default).
-    pub fn set_recording(&mut self, record: bool) {
-        self.record = record;
-    }
-
-    /// How many sizes of steps are recorded.
-    #[must_use]
-    pub fn recorded(&self) -> usize {
-        self.graphs.len()
     }
 
     /// Queues copies, keys and values of all tokens, and the logits of those wanted.
@@ -273,14 +259,24 @@ impl<T: Half + GemmOutput> Decoder<T> {
             return unsafe { graph.replay() };
         }
         if *record && met.contains(&size) {
-            let graph = Recorded::capture(stream, |stream| work.run(stream, size, size, Head::All))?;
-            let graph = graphs.entry(size).or_insert(graph);
-            // SAFETY: as above; it was set for this step.
-            return unsafe { graph.replay() };
+            match Recorded::capture(stream, |stream| work.run(stream, size, size, Head::All)) {
+                Ok(graph) => {
+                    let graph = graphs.entry(size).or_insert(graph);
+                    // SAFETY: as above; it was set for this step.
+                    return unsafe { graph.replay() };
+                }
+                Err(_) => {
+                    // Where the device itself is well, it lacks memory for one more: steps run as they come.
+                    stream.synchronize()?;
+                    *record = false;
+                }
+            }
         }
         work.run(stream, size, size, Head::All)?;
         // Its algorithms are chosen and its kernels loaded: nothing of that can be recorded.
-        met.push(size);
+        if *record {
+            met.push(size);
+        }
         Ok(())
     }
 
@@ -341,6 +337,16 @@ impl<T: Half + GemmOutput> Decoder<T> {
     /// The device failed.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.stream.synchronize()
+    }
+}
+
+/// What buffers are made for: steps are padded.
+fn padded(limits: &DecoderLimits) -> DecoderLimits {
+    DecoderLimits {
+        rows: bucket(limits.rows),
+        tokens: limits.tokens.max(bucket(limits.rows)),
+        wanted: limits.wanted.max(bucket(limits.rows.min(limits.wanted))),
+        ..*limits
     }
 }
 

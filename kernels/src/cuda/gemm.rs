@@ -107,15 +107,10 @@ impl Gemm {
     /// # Errors
     /// The library is missing, not enough memory, or the device failed.
     pub fn new(stream: &Stream) -> Result<Self, CudaError> {
-        // SAFETY: only looks for the library and loads it; its initialisers are NVIDIA's own.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(CudaError::NoLibrary { library: "libcublasLt" });
-        }
+        let library = products_version()?;
         stream.device().bind()?;
         let handle = Handle(lt::create_handle().map_err(failed("opening cuBLASLt"))?);
         let info = stream.device().info();
-        // SAFETY: the library is there, as was asked above; it gives a number.
-        let library = unsafe { sys::cublasLtGetVersion() } as u64;
         let place = Place { library, gpu: info.name.clone(), multiprocessors: info.multiprocessors };
         let workspace = Buffer::zeroed(stream, WORKSPACE)?;
         Ok(Self { handle, workspace, plans: HashMap::new(), place, one_for_all_rows: false })
@@ -274,6 +269,19 @@ impl Gemm {
         let bucket = if self.one_for_all_rows { ROWS_OF_ALL } else { bucket(rows) };
         Key { shape, bucket, types: Types::of::<T, O>() }
     }
+}
+
+/// Version of cuBLASLt: with another, products may have other last bits.
+///
+/// # Errors
+/// The library is missing.
+pub fn products_version() -> Result<u64, CudaError> {
+    // SAFETY: only looks for the library and loads it; its initialisers are NVIDIA's own.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(CudaError::NoLibrary { library: "libcublasLt" });
+    }
+    // SAFETY: the library is there; it gives a number.
+    Ok(unsafe { sys::cublasLtGetVersion() } as u64)
 }
 
 /// Whether each element of a product is one sum, whatever its place: nothing is split along the inner dimension.

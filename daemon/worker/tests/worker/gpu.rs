@@ -94,7 +94,7 @@ fn a_worker_of_a_gpu_takes_over_arenas_and_goes_on_with_the_same_bits() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn arenas_of_another_model_size_or_kind_are_not_taken_over_on_a_gpu() {
+fn an_arena_of_another_model_size_or_kind_on_a_gpu_is_in_the_way_of_the_next_until_it_is_let_go() {
     let runner = load(&gpu());
     let take_over = |change: &dyn Fn(&mut Hello), swap: bool| {
         let mut arenas = [Arena::Weights, Arena::Kv].map(|arena| runner.arena(arena).unwrap());
@@ -105,14 +105,57 @@ fn arenas_of_another_model_size_or_kind_are_not_taken_over_on_a_gpu() {
         let mut hello = Hello { weights_bytes: weights.bytes, kv_bytes: kv.bytes, ..gpu() };
         change(&mut hello);
         let fds = Fds { weights: Some(weights.fd), kv: Some(kv.fd) };
-        let info = ModelRunner::load(&hello, fds, &mut |_| true).unwrap().info().clone();
-        (info.weights_reused, info.kv_reused)
+        match ModelRunner::load(&hello, fds, &mut |_| true) {
+            Ok(runner) => {
+                assert!(runner.info().weights_reused && runner.info().kv_reused);
+                "taken".to_owned()
+            }
+            Err(error) => {
+                assert!(error.retry(), "{error}");
+                error.to_string()
+            }
+        }
     };
-    assert_eq!(take_over(&|_| {}, false), (true, true));
-    assert_eq!(take_over(&|hello| hello.block_size = 32, false), (true, false));
-    assert_eq!(take_over(&|hello| hello.kv_memory = KvMemory::Tokens(4096), false), (true, false));
-    assert_eq!(take_over(&|hello| hello.kv_bytes += 4 << 20, false), (true, false));
-    assert_eq!(take_over(&|_| {}, true), (false, false));
+    assert_eq!(take_over(&|_| {}, false), "taken");
+    let kv = "the KV arena of an earlier worker is in the way";
+    assert!(take_over(&|hello| hello.block_size = 32, false).starts_with(kv));
+    assert!(take_over(&|hello| hello.kv_memory = KvMemory::Tokens(4096), false).starts_with(kv));
+    assert!(take_over(&|hello| hello.deterministic = true, false).starts_with(kv));
+    assert!(take_over(&|hello| hello.kv_bytes += 4 << 20, false).starts_with(kv));
+    let weights = "the weights arena of an earlier worker is in the way";
+    assert!(take_over(&|_| {}, true).starts_with(weights));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_plan_whose_draws_take_several_lots_behind_a_plan_that_is_out_draws_what_it_draws_alone() {
+    let prompts = prompts();
+    let sampling = SamplingParams {
+        temperature: 0.8,
+        seed: 5,
+        penalties: Penalties { presence: 0.5, frequency: 0.3, repetition: 1.2 },
+        ..SamplingParams::GREEDY
+    };
+    let mut runner = load(&gpu());
+    let plans = |runner: &ModelRunner| {
+        let mut first = Driver::new(runner);
+        first.seqs.push(Seq::new(9, &prompts[0].1, 1));
+        let mut second = Driver::new(runner);
+        second.seqs.push(Seq { sampling, children: vec![2, 3, 4], ..Seq::new(1, &prompts[1].1, 1) });
+        let (first, mut second) = (first.plan().unwrap(), second.plan().unwrap());
+        second.id = first.id + 1;
+        // Other blocks than the first's.
+        second.rows[0].table.blocks.iter_mut().for_each(|block| *block += 2048);
+        (first, second)
+    };
+    let (first, second) = plans(&runner);
+    let expected = [runner.run(&first).unwrap(), runner.run(&second).unwrap()].map(|o| without_time(&o));
+    assert_eq!(expected[1].sampled.len(), 4);
+    let mut runner = load(&gpu());
+    runner.submit(&first).unwrap();
+    runner.submit(&second).unwrap();
+    let found = [runner.collect().unwrap(), runner.collect().unwrap()].map(|o| without_time(&o));
+    assert_eq!(found, expected);
 }
 
 #[test]

@@ -20,7 +20,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
     /// # Errors
     /// The device failed.
     pub fn tune(&mut self) -> Result<Algorithms, CudaError> {
-        self.graphs.clear();
+        self.forget_steps();
         let most = self.limits.tokens.max(self.limits.rows);
         let mut rows = 1;
         loop {
@@ -32,12 +32,18 @@ impl<T: Half + GemmOutput> Decoder<T> {
         }
     }
 
+    /// Other algorithms have kernels that are not loaded: no size is recorded before it has run with them.
+    fn forget_steps(&mut self) {
+        self.graphs.clear();
+        self.met.clear();
+    }
+
     /// Keeps what [`tune`](Self::tune) found earlier: products have the same bits again.
     ///
     /// # Errors
     /// They are for another library or GPU, or are refused. Nothing has been kept.
     pub fn restore(&mut self, algorithms: &Algorithms) -> Result<usize, AlgorithmsError> {
-        self.graphs.clear();
+        self.forget_steps();
         self.work.gemm.restore(algorithms)
     }
 }
