@@ -514,9 +514,12 @@ fn lot(pending: &[Pending], adjustments: &[Vec<Adjustment>], most: usize) -> usi
 
 /// Of each draw.
 fn all_adjustments(pending: &Pendings, sequences: &Sequences) -> Vec<Vec<Adjustment>> {
-    let of = |draw: &Pending| match draw.of.params.penalties.is_none() {
-        true => Vec::new(),
-        false => adjustments(sequences.past(draw.row, draw.of.position as usize)),
+    let of = |draw: &Pending| {
+        if draw.of.params.penalties.is_none() {
+            Vec::new()
+        } else {
+            adjustments(sequences.past(draw.row, draw.of.position as usize))
+        }
     };
     pending.draws.iter().map(of).collect()
 }

@@ -259,18 +259,15 @@ impl<T: Half + GemmOutput> Decoder<T> {
             return unsafe { graph.replay() };
         }
         if *record && met.contains(&size) {
-            match Recorded::capture(stream, |stream| work.run(stream, size, size, Head::All)) {
-                Ok(graph) => {
-                    let graph = graphs.entry(size).or_insert(graph);
-                    // SAFETY: as above; it was set for this step.
-                    return unsafe { graph.replay() };
-                }
-                Err(_) => {
-                    // Where the device itself is well, it lacks memory for one more: steps run as they come.
-                    stream.synchronize()?;
-                    *record = false;
-                }
+            let recorded = Recorded::capture(stream, |stream| work.run(stream, size, size, Head::All));
+            if let Ok(graph) = recorded {
+                let graph = graphs.entry(size).or_insert(graph);
+                // SAFETY: as above; it was set for this step.
+                return unsafe { graph.replay() };
             }
+            // Where the device itself is well, it lacks memory for one more: steps run as they come.
+            stream.synchronize()?;
+            *record = false;
         }
         work.run(stream, size, size, Head::All)?;
         // Its algorithms are chosen and its kernels loaded: nothing of that can be recorded.
