@@ -37,7 +37,7 @@ build-gpu: tools cuda-toolchain ## Release build with GPU support: models with `
 .PHONY: test-gpu
 test-gpu: tools model cuda-toolchain ## On a host with a GPU: every kernel against the CPU, and the worker with the real model
 	cargo run --locked --release --package pagedd-worker --features cuda -- selfcheck --failed
-	cargo test --locked --release --package pagedd-worker --features cuda --test worker -- --ignored --test-threads=1 gpu::
+	cargo test --locked --release --package pagedd-worker --features cuda --test worker -- --test-threads=1 gpu::
 
 .PHONY: build-dev
 build-dev: tools

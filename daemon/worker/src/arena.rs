@@ -158,7 +158,8 @@ pub fn check_page(page: &[u8; PAGE], expected: &Header) -> Result<[u8; 16], Stal
         return Err(Stale::OtherContent);
     }
     if header != wanted {
-        let (found, expected) = (claimed(page), expected.data_bytes);
+        let all = |data: u64| data.saturating_add(HEADER_BYTES as u64);
+        let (found, expected) = (all(claimed(page)), all(expected.data_bytes));
         return Err(Stale::OtherSize { found, expected });
     }
     Ok(page[ID_AT as usize..].try_into().unwrap_or_default())

@@ -88,7 +88,10 @@ impl KvRequest {
     /// [`KvSizeError`] with the numbers.
     pub fn blocks(&self, available: u64) -> Result<u32, KvSizeError> {
         let (wanted, most) = match self.memory {
-            KvMemory::Auto => (available / 100 * self.auto_percent, self.useful_blocks()),
+            KvMemory::Auto => {
+                let part = u128::from(available) * u128::from(self.auto_percent) / 100;
+                (u64::try_from(part).unwrap_or(available), self.useful_blocks())
+            }
             KvMemory::Bytes(bytes) => (bytes, u32::MAX),
             KvMemory::Tokens(tokens) => {
                 let blocks = tokens.div_ceil(u64::from(self.block_size));

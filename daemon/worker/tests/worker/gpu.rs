@@ -1,4 +1,4 @@
-//! The real model on a GPU. Ignored where tests run without one: `cargo test -p pagedd-worker --features cuda -- --ignored gpu`.
+//! The real model on a GPU: with feature `cuda`, on a host that has one (`make test-gpu`).
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,6 @@ fn gpu() -> Hello {
 }
 
 #[test]
-#[ignore = "needs a GPU"]
 fn the_gpu_path_stays_close_to_the_f32_path() {
     for block_size in [16, 64, 256] {
         let Distance { steps, agreement, pooled, worst } =
@@ -35,7 +34,6 @@ fn the_gpu_path_stays_close_to_the_f32_path() {
 }
 
 #[test]
-#[ignore = "needs a GPU"]
 fn every_plan_run_twice_on_a_gpu_gives_equal_outputs() {
     for seed in 1..=4 {
         let (mut once, mut twice) = (load(&gpu()), load(&gpu()));
@@ -53,7 +51,6 @@ fn every_plan_run_twice_on_a_gpu_gives_equal_outputs() {
 }
 
 #[test]
-#[ignore = "needs a GPU"]
 fn a_worker_of_a_gpu_takes_over_arenas_and_goes_on_with_the_same_bits() {
     let mut undisturbed = load(&gpu());
     let mut driver = Driver::new(&undisturbed);
@@ -93,7 +90,6 @@ fn a_worker_of_a_gpu_takes_over_arenas_and_goes_on_with_the_same_bits() {
 }
 
 #[test]
-#[ignore = "needs a GPU"]
 fn an_arena_of_another_model_size_or_kind_on_a_gpu_is_in_the_way_of_the_next_until_it_is_let_go() {
     let runner = load(&gpu());
     let take_over = |change: &dyn Fn(&mut Hello), swap: bool| {
@@ -127,7 +123,6 @@ fn an_arena_of_another_model_size_or_kind_on_a_gpu_is_in_the_way_of_the_next_unt
 }
 
 #[test]
-#[ignore = "needs a GPU"]
 fn a_plan_whose_draws_take_several_lots_behind_a_plan_that_is_out_draws_what_it_draws_alone() {
     let prompts = prompts();
     let sampling = SamplingParams {
@@ -159,7 +154,6 @@ fn a_plan_whose_draws_take_several_lots_behind_a_plan_that_is_out_draws_what_it_
 }
 
 #[test]
-#[ignore = "needs a GPU"]
 fn choices_of_one_prompt_with_penalties_draw_what_they_draw_alone() {
     let prompt = &prompts()[1].1;
     let sampling = SamplingParams {
@@ -182,7 +176,6 @@ fn choices_of_one_prompt_with_penalties_draw_what_they_draw_alone() {
 }
 
 #[test]
-#[ignore = "needs a GPU"]
 fn what_a_gpu_does_not_keep_is_refused_with_the_key_named() {
     let refused = |hello: &Hello| {
         let error = ModelRunner::load(hello, Fds::default(), &mut |_| true).unwrap_err();
@@ -198,7 +191,6 @@ fn what_a_gpu_does_not_keep_is_refused_with_the_key_named() {
 }
 
 #[test]
-#[ignore = "needs a GPU"]
 fn a_deterministic_gpu_draws_the_same_bits_alone_in_chunks_among_others_and_after_preemption() {
     let hello = Hello { deterministic: true, ..gpu() };
     for (number, want) in [(4, 40), (1, 24), (20, 33)] {
@@ -212,7 +204,6 @@ fn a_deterministic_gpu_draws_the_same_bits_alone_in_chunks_among_others_and_afte
 }
 
 #[test]
-#[ignore = "needs a GPU"]
 fn a_deterministic_gpu_stays_as_close_to_the_f32_path() {
     let Distance { agreement, pooled, .. } = distance(&mut load(&Hello { deterministic: true, ..gpu() }), 20);
     assert!(agreement >= 0.985 && pooled <= 0.03, "{agreement} {pooled}");
