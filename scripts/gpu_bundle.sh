@@ -22,7 +22,7 @@ build() { cargo build --locked --release ${JOBS:+--jobs "$JOBS"} "$@"; }
 build --package pagedd --package pagedd-gateway --package pagedctl --bins
 build --package pagedd-worker --features cuda --bins
 build --package pagedd-kernels --features cuda --example cuda_bench
-# The worker's own tests of a GPU: ignored where there is none.
+# The worker's own tests on a GPU.
 tests=$(cargo test --locked --release ${JOBS:+--jobs "$JOBS"} --package pagedd-worker --features cuda --test worker --no-run --message-format json |
   sed -n 's/.*"name":"worker".*"executable":"\([^"]*\)".*/\1/p' | tail -1)
 [ -x "$tests" ] || die "the worker's tests were not built"
