@@ -35,7 +35,7 @@ impl Timeline {
         Ok(Self { marks: [mark()?, mark()?, mark()?, mark()?], step: 0 })
     }
 
-    /// The step that comes now, from its first call of [`Timeline::begin`] on.
+    /// The step that was begun last.
     pub(super) fn step(&self) -> u64 {
         self.step
     }
@@ -72,7 +72,7 @@ impl Timeline {
             let mark = &self.marks[(step % KEPT) as usize];
             (mark.step == step).then_some(mark)
         };
-        let before = step.checked_sub(1).and_then(kept).filter(|mark| mark.ended);
+        let before = step.checked_sub(1).and_then(kept).filter(|mark| mark.started && mark.ended);
         match (before, kept(step).filter(|mark| mark.started)) {
             (Some(before), Some(this)) => Ok(Some(before.end.micros_until(&this.start)?.max(0.0))),
             _ => Ok(None),
