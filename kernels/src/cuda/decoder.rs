@@ -6,7 +6,7 @@
 //! All of a step is queued on one stream; only [`Decoder::draws`] waits, and a step can be queued while the one before it runs. Whoever makes a step says which
 //! rows go through [`decode()`](super::decode()), the others go through [`prefill()`](super::prefill()).
 //!
-//! A step in which every row has one token and is drawn from is padded to a size of [`buckets`] and, from the second one of that size on,
+//! A step in which every row has one token and is drawn from is padded to a size of [`bucket`] and, from the second one of that size on,
 //! recorded and replayed: queueing some hundred kernels takes the host longer than some models take the device.
 #![allow(unsafe_code)]
 
