@@ -102,7 +102,9 @@ gpu-bundle: tools cuda-toolchain model ## One folder that checks and measures on
 .PHONY: cuda-kernels
 cuda-kernels: tools cuda-toolchain ## Compile the GPU kernels; lints and tests of the GPU side that need no GPU
 	cargo clippy --locked --package pagedd-kernels --package pagedd-worker --features pagedd-kernels/cuda,pagedd-worker/cuda --all-targets -- -D warnings
+	RUSTDOCFLAGS='-D warnings' cargo doc --locked --package pagedd-kernels --package pagedd-worker --features pagedd-kernels/cuda,pagedd-worker/cuda --no-deps --document-private-items
 	cargo test --locked --package pagedd-kernels --features cuda --lib cuda
+	cargo test --locked --package pagedd-worker --features cuda --lib gpu
 
 .PHONY: fmt
 fmt: tools ## Format the sources

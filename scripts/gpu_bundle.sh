@@ -20,20 +20,26 @@ if [ -e "$folder" ] && [ ! -e "$folder/run.sh" ]; then die "$folder is there and
 cd "$root"
 build() { cargo build --locked --release ${JOBS:+--jobs "$JOBS"} "$@"; }
 build --package pagedd --package pagedd-gateway --package pagedctl --bins
+built=${CARGO_TARGET_DIR:-$root/target}/release
+# Of what it is made of, only its own crate and `fail` differ from the one below, which takes its place.
+build --package pagedd-worker --features cuda,failpoints --bins
+points=$(mktemp)
+trap 'rm -f "$points"' EXIT
+strip -o "$points" "$built/pagedd-worker"
 build --package pagedd-worker --features cuda --bins
 build --package pagedd-kernels --features cuda --example cuda_bench
 # The worker's own tests on a GPU.
 tests=$(cargo test --locked --release ${JOBS:+--jobs "$JOBS"} --package pagedd-worker --features cuda --test worker --no-run --message-format json |
   sed -n 's/.*"name":"worker".*"executable":"\([^"]*\)".*/\1/p' | tail -1)
 [ -x "$tests" ] || die "the worker's tests were not built"
-built=${CARGO_TARGET_DIR:-$root/target}/release
 
 rm -rf "$folder"
-mkdir -p "$folder/bin" "$folder/bench" "$folder/models" "$folder/tests/fixtures/reference"
+mkdir -p "$folder/bin/points" "$folder/bench" "$folder/models" "$folder/tests/fixtures/reference"
 for program in pagedd pagedd-worker pagedd-gateway pagedctl examples/cuda_bench; do
   strip -o "$folder/bin/${program##*/}" "$built/$program"
 done
 strip -o "$folder/bin/worker_tests" "$tests"
+install -m 755 "$points" "$folder/bin/points/pagedd-worker"
 cp scripts/gpu/{run.sh,check.sh,rows.txt,pagedd.yaml} "$folder/"
 cp scripts/bench/*.py "$folder/bench/"
 cp tests/fixtures/reference/*.json "$folder/tests/fixtures/reference/"
@@ -43,5 +49,5 @@ if [ "$MODEL" != none ]; then
   if [ "$MODEL" = copy ]; then cp "$(realpath "$model")" "$folder/models/"; else ln -s "$(realpath "$model")" "$folder/models/"; fi
 fi
 say "$folder: $(du -sh --exclude=models "$folder" | cut -f1) without models"
-(cd "$folder" && du -h bin/* && ls -l models)
+(cd "$folder" && du -ah bin && ls -l models)
 say "on the GPU host: ./run.sh, or ./run.sh GROUP...; what there is: ./run.sh list"

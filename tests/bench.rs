@@ -73,6 +73,8 @@ fn a_throughput_run_counts_every_token_and_writes_what_it_prints() {
         assert_eq!(stated, ["greedy", "on"]);
         assert_eq!((&row["warmup_steps"], &row["cached_tokens"]), (&3.into(), &0.into()), "{row}");
         assert!(row["gpu_watts"].is_null() && row["gpu_sm_mhz"].is_null(), "it runs on no GPU: {row}");
+        assert!(row["gpu_gap_us_p50"].is_null() && row["graphs"].is_null(), "it runs on no GPU: {row}");
+        assert!(number(row, "start_s") > 0.0, "{row}");
         let (seconds, rate) = (number(row, "elapsed_time"), number(row, "output_tokens_per_second"));
         assert!((rate * seconds - 48.0).abs() < 1e-6, "{row}");
         let shown = format!("{:.2}", number(row, "requests_per_second"));

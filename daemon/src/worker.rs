@@ -22,7 +22,7 @@ use pagedd_host::{Sandbox, Spawn, SpawnError};
 use pagedd_kv::Ledger;
 use pagedd_sched::{SequenceSnapshot, StepOutput, StepPlan};
 use pagedd_wire::worker::{
-    Arena, Device, FromWorker, Hello, KnownCost, ModelInfo, Plan, SequenceState, ToWorker,
+    Arena, Device, DeviceStep, FromWorker, Hello, KnownCost, ModelInfo, Plan, SequenceState, ToWorker,
 };
 use pagedd_wire::{Channel, ChannelError};
 use tokio::sync::watch;
@@ -151,6 +151,8 @@ pub struct WorkerProcess {
     answered: Instant,
     /// Longest step that completed.
     slowest_step: Duration,
+    /// Of the last answer.
+    device_step: Option<DeviceStep>,
 }
 
 /// Why a start came to nothing.
@@ -184,12 +186,18 @@ impl WorkerProcess {
             submitted: VecDeque::new(),
             answered: Instant::now(),
             slowest_step: Duration::ZERO,
+            device_step: None,
         }
     }
 
     /// Where it computes.
     pub fn device(&self) -> Device {
         self.spec.hello.device
+    }
+
+    /// What a GPU did in the step that was collected last.
+    pub fn device_step(&self) -> Option<DeviceStep> {
+        self.device_step
     }
 
     /// Brings up the first worker, once the last one of an earlier daemon is gone.
@@ -441,6 +449,7 @@ impl Worker for WorkerProcess {
                 self.backoff.forgive();
                 self.answered = Instant::now();
                 self.slowest_step = self.slowest_step.max(self.answered - since);
+                self.device_step = output.device;
                 Ok(convert::output(output))
             }
             FromWorker::Output(output) => {

@@ -29,10 +29,12 @@ pub use batch::{DeviceBatch, DeviceKvLayout, Indices};
 pub use buffer::{Buffer, Plain, View, ViewMut};
 pub use decoder::{
     Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Draws, LayerPlaces,
-    Place, Ticket, bucket,
+    Place, Recordings, Ticket, bucket, exact_context, exact_rows,
 };
 pub use device::{Device, DeviceInfo};
-pub use elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, silu_mul};
+pub use elementwise::{
+    BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, read_nowhere, silu_mul,
+};
 pub use error::CudaError;
 pub use gemm::{
     Algorithm, Algorithms, AlgorithmsError, Gemm, GemmOutput, GemmShape, Tuned, Tuning, products_version,

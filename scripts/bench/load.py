@@ -5,6 +5,7 @@
   first   seconds from the request to the first chunk with text
   token   seconds per token after the first: (last - first) / (tokens - 1)
   gaps    seconds between chunks with text
+  text    all of it; `id` names the request where the server says it, `asked` the prompt; `began` and `ended` are of this host's monotonic clock
 `level` sums them up. Tokens are those of the usage chunk. A prompt of numbers is token ids, and is not a chat. `processor` reads how much CPU a process family and everybody else took.
 """
 import http.client
@@ -91,13 +92,14 @@ def one(base, model, system, prompt, tokens, timeout, temperature=0):
     body = json.dumps(body)
     start = time.perf_counter()
     first = last = usage = None
-    gaps, done = [], False
+    gaps, pieces, done = [], [], False
     connection = http.client.HTTPConnection(where.hostname, where.port, timeout=timeout)
     try:
         connection.request("POST", path, body, {"content-type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
             return {"error": f"{answer.status} {answer.read(300)!r}"}
+        request = answer.getheader("pagedd-request-id")
         while line := answer.readline():
             if not line.startswith(b"data:"):
                 continue
@@ -107,7 +109,9 @@ def one(base, model, system, prompt, tokens, timeout, temperature=0):
                 break
             event = json.loads(line[5:])
             usage = event.get("usage") or usage
-            if any(c.get("text") or (c.get("delta") or {}).get("content") for c in event.get("choices") or []):
+            piece = "".join(c.get("text") or (c.get("delta") or {}).get("content") or "" for c in event.get("choices") or [])
+            if piece:
+                pieces.append(piece)
                 if first is None:
                     first = now
                 else:
@@ -122,7 +126,8 @@ def one(base, model, system, prompt, tokens, timeout, temperature=0):
     count = usage["completion_tokens"]
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return {"first": first - start, "token": (last - first) / max(1, count - 1), "tokens": count,
-            "prompt": usage["prompt_tokens"], "cached": cached, "gaps": gaps}
+            "prompt": usage["prompt_tokens"], "cached": cached, "gaps": gaps, "text": "".join(pieces), "id": request,
+            "asked": str(prompt), "began": start, "ended": last}
 
 
 def family(root):

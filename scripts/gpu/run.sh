@@ -58,9 +58,9 @@ group() {
     read -r -a words <<< "${command//cuda:0/cuda:$gpu}"
     case ${words[0]} in
       bench) run "$name" "$seconds" pagedd "${words[@]}" --json "$results/$name.json" ;;
-      http)
+      http | faults)
         if command -v python3 > /dev/null; then
-          run "$name" "$seconds" python3 bench/gpu_http.py --binaries bin "${words[@]:1}" --json "$results/$name.json"
+          run "$name" "$seconds" python3 "bench/gpu_${words[0]}.py" --binaries bin "${words[@]:1}" --json "$results/$name.json"
         else
           echo "== $name: left out, there is no python3"
         fi ;;

@@ -5,6 +5,7 @@
 use anyhow::ensure;
 use pagedd_config::Model;
 use pagedd_core::{TokenId, Tokens};
+use pagedd_wire::worker::DeviceStep;
 
 use super::load::Draw;
 use super::numbers::{mean, median, percentile};
@@ -102,6 +103,7 @@ impl Bench<'_> {
             shown("step_ms", "step ms", Value::real(step_ms, 3)),
         ]);
         row.extend(steps(&round, &every, step_ms, before.until(&after)));
+        row.extend(self.device(&round, &every));
         row.extend(self.gpu(&before, &after));
         Ok(row)
     }
@@ -173,6 +175,7 @@ impl Bench<'_> {
             ),
         ]);
         row.extend(steps(&round, measured, mean(&gaps), before.until(&after)));
+        row.extend(self.device(&round, measured));
         row.extend(self.gpu(&before, &after));
         Ok(row)
     }
@@ -227,6 +230,14 @@ impl Bench<'_> {
         ]
     }
 
+    /// What a GPU did in these steps, and how long it took to come to the first.
+    fn device(&self, round: &Round, measured: &[usize]) -> Row {
+        let mut row = device(round, measured);
+        let start = self.rig.to_first_token();
+        row.push(shown("start_s", "start s", Value::real(start.map(|start| start.as_secs_f64()), 2)));
+        row
+    }
+
     fn gpu(&self, before: &Moment, after: &Moment) -> Row {
         let sample = self.rig.gpu.as_ref().and_then(|gpu| gpu.between(before.at, after.at));
         vec![
@@ -246,6 +257,22 @@ fn steps(round: &Round, measured: &[usize], step_ms: Option<f64>, processor: Pro
         shown("outside_us", "outside us", Value::real(outside, 0)),
         shown("engine_cpu_us", "engine CPU us", Value::real(processor.engine_us, 0)),
         shown("worker_cpu_us", "worker CPU us", Value::real(processor.worker_us, 0)),
+    ]
+}
+
+/// Gaps before these steps, and what the worker has on the GPU after the last of all.
+pub fn device(round: &Round, measured: &[usize]) -> Row {
+    let idle = |step: &usize| Some(round.steps[*step].device?.idle_us? as f64);
+    let gaps: Vec<f64> = measured.iter().filter_map(idle).collect();
+    let last = round.steps.iter().rev().find_map(|step| step.device);
+    let of = |field: fn(DeviceStep) -> u64| last.map_or(Value::Absent, |last| field(last).into());
+    vec![
+        shown("gpu_gap_us_p50", "gap50 us", Value::real(median(&gaps), 0)),
+        shown("gpu_gap_us_p99", "gap99 us", Value::real(percentile(&gaps, 0.99), 0)),
+        kept("graphs", of(|step| step.graphs.into())),
+        kept("graphs_ms", Value::real(last.map(|step| step.graphs_us as f64 / 1e3), 1)),
+        kept("graphs_bytes", of(|step| step.graphs_bytes)),
+        kept("beside_bytes", of(|step| step.beside_bytes)),
     ]
 }
 

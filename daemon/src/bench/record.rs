@@ -4,12 +4,15 @@
 //! is reached: the engine is not to wait for its observer.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use pagedd_core::{FinishReason, RequestId};
 use pagedd_engine::{EngineStats, Journal, Observer, StepRecord, Worker, WorkerLost, WorkersExhausted};
 use pagedd_sched::{AdmitError, SequenceSnapshot, StepOutput, StepPlan};
+use pagedd_wire::worker::DeviceStep;
+
+use crate::worker::WorkerProcess;
 
 /// A step that completed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -24,6 +27,8 @@ pub struct Step {
     pub rows: u32,
     /// Every row is one token that is followed by a draw.
     pub decodes: bool,
+    /// What a GPU did.
+    pub device: Option<DeviceStep>,
 }
 
 /// What is waited for.
@@ -126,6 +131,8 @@ fn number(id: RequestId) -> u64 {
 pub struct Record {
     round: Mutex<Round>,
     reached: Condvar,
+    /// When the first token of all rounds was there.
+    pub first_token: OnceLock<Instant>,
 }
 
 impl Record {
@@ -164,20 +171,20 @@ struct Submitted {
 }
 
 /// A worker with a clock beside it.
-pub struct Timed<W> {
-    worker: W,
+pub struct Timed {
+    worker: WorkerProcess,
     record: Arc<Record>,
     out: VecDeque<Submitted>,
 }
 
-impl<W> Timed<W> {
+impl Timed {
     /// Tells `record` of every step.
-    pub fn new(worker: W, record: Arc<Record>) -> Self {
+    pub fn new(worker: WorkerProcess, record: Arc<Record>) -> Self {
         Self { worker, record, out: VecDeque::new() }
     }
 }
 
-impl<W: Worker> Worker for Timed<W> {
+impl Worker for Timed {
     fn submit(&mut self, plan: &StepPlan) -> Result<(), WorkerLost> {
         let draws = |row: &pagedd_sched::Row| row.inputs.len() == 1 && row.samples.len() == 1;
         let (rows, decodes) = (plan.rows.len() as u32, plan.rows.iter().all(draws));
@@ -190,8 +197,8 @@ impl<W: Worker> Worker for Timed<W> {
         let output = self.worker.collect()?;
         let collected = Instant::now();
         if let Some(Submitted { at, rows, decodes }) = self.out.pop_front() {
-            let compute_us = output.compute_us;
-            self.record.round().add(Step { submitted: at, collected, compute_us, rows, decodes });
+            let (compute_us, device) = (output.compute_us, self.worker.device_step());
+            self.record.round().add(Step { submitted: at, collected, compute_us, rows, decodes, device });
         }
         Ok(output)
     }
@@ -218,6 +225,9 @@ impl Journal for Counted {
     }
 
     fn commit(&mut self, record: StepRecord) {
+        if !record.tokens.is_empty() {
+            self.0.first_token.get_or_init(Instant::now);
+        }
         let mut round = self.0.round();
         round.commit(&record, Instant::now());
         self.0.tell(&round);

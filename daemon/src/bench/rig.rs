@@ -47,6 +47,8 @@ pub struct Rig {
     /// Numbers of the last round's.
     sent: std::ops::Range<u64>,
     end: Instant,
+    /// When its worker was started.
+    began: Instant,
 }
 
 /// Processor time so far, of the engine's thread and the worker's threads, and the steps so far.
@@ -91,6 +93,7 @@ impl Rig {
         let record = Arc::new(Record::default());
         let (up, waiting) = sync_channel(1);
         let (settings, its_record) = (model.clone(), record.clone());
+        let began = Instant::now();
         let thread = thread::Builder::new()
             .name("engine".to_owned())
             .spawn(move || run(worker, &settings, commands, its_record, &up))
@@ -107,7 +110,8 @@ impl Rig {
             }
         };
         let thread = Some(thread);
-        let rig = Self { info, gpu, engine, record, thread, task, worker: pid, next: 1, sent: 0..0, end };
+        let (worker, next, sent) = (pid, 1, 0..0);
+        let rig = Self { info, gpu, engine, record, thread, task, worker, next, sent, end, began };
         rig.share()?;
         Ok(rig)
     }
@@ -203,6 +207,11 @@ impl Rig {
     /// What the round came to.
     pub fn round(&self) -> std::sync::MutexGuard<'_, Round> {
         self.record.round()
+    }
+
+    /// From the start of the worker to the first token of all.
+    pub fn to_first_token(&self) -> Option<Duration> {
+        self.record.first_token.get().map(|first| first.duration_since(self.began))
     }
 
     /// Processor time and steps so far.

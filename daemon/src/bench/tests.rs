@@ -5,7 +5,9 @@ use pagedd_config::{KvMemory, Model};
 use pagedd_core::{FinishReason, TenantId, TokenId, Tokens};
 use pagedd_engine::StepRecord;
 use pagedd_sched::{Emitted, Ended, Finished};
+use pagedd_wire::worker::DeviceStep;
 
+use super::cases::device;
 use super::machine::{Sample, process_times, sample, taken, this_thread, thread_time};
 use super::numbers::{mean, median, percentile};
 use super::options::{Case, Lengths, Options, Switch};
@@ -174,7 +176,34 @@ fn the_middle_and_the_ends_of_values_are_found_in_any_order() {
 
 fn step(at: Instant, ms: u64, rows: u32, decodes: bool) -> Step {
     let (submitted, collected) = (at + Duration::from_millis(ms), at + Duration::from_millis(ms + 1));
-    Step { submitted, collected, compute_us: 900, rows, decodes }
+    Step { submitted, collected, compute_us: 900, rows, decodes, device: None }
+}
+
+#[test]
+fn gaps_of_a_gpu_are_of_the_steps_measured_and_what_it_has_recorded_is_of_the_last() {
+    let record = Record::default();
+    record.begin(1, 1);
+    let start = Instant::now();
+    for (i, idle_us) in [None, Some(9_000), Some(20), Some(40), Some(30)].into_iter().enumerate() {
+        let graphs = i as u32;
+        let device = Some(DeviceStep { idle_us, graphs, graphs_us: 1500, graphs_bytes: 7, beside_bytes: 9 });
+        record.round().add(Step { device, ..step(start, i as u64 * 10, 1, true) });
+    }
+    let found = device(&record.round(), &[2, 3, 4]);
+    let shown: Vec<_> = found.iter().map(|field| (field.name, field.value.clone())).collect();
+    let expected = [
+        ("gpu_gap_us_p50", Value::Real(30.0, 0)),
+        ("gpu_gap_us_p99", Value::Real(40.0, 0)),
+        ("graphs", Value::Count(4)),
+        ("graphs_ms", Value::Real(1.5, 1)),
+        ("graphs_bytes", Value::Count(7)),
+        ("beside_bytes", Value::Count(9)),
+    ];
+    assert_eq!(shown, expected);
+    record.begin(2, 1);
+    record.round().add(step(start, 0, 1, true));
+    let none = device(&record.round(), &[0]);
+    assert!(none.iter().all(|field| field.value == Value::Absent), "a processor has nothing of it: {none:?}");
 }
 
 #[test]

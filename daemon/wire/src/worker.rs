@@ -390,6 +390,25 @@ pub struct Output {
     pub failed: Vec<(u64, String)>,
     /// Time the worker took, in microseconds.
     pub compute_us: u64,
+    /// What a GPU did.
+    pub device: Option<DeviceStep>,
+}
+
+/// What a GPU did in a step, and what its worker has recorded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct DeviceStep {
+    /// Time in which no kernel ran, between the step before and this one, in microseconds; copies to and from the device lie there. `None`
+    /// where there is none before, or nothing was computed.
+    pub idle_us: Option<u64>,
+    /// Steps that are recorded as graphs so far.
+    pub graphs: u32,
+    /// What recording them took, in microseconds.
+    pub graphs_us: u64,
+    /// By how much free memory fell meanwhile.
+    pub graphs_bytes: u64,
+    /// Memory of the GPU in use beside both arenas, when something was recorded last, or behind loading: context, libraries, scratch memory,
+    /// graphs, and all that other processes have.
+    pub beside_bytes: u64,
 }
 
 /// A drawn token.

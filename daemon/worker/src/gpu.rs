@@ -16,13 +16,13 @@ use pagedd_core::{BlockId, TokenId};
 use pagedd_kernels::cuda::{
     Algorithms, CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep,
     Device, DeviceInfo, DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, Ticket, TokenSource,
-    products_version,
+    exact_context, exact_rows, products_version,
 };
 use pagedd_kernels::sample::Adjustment;
 use pagedd_kernels::{KvRow, Pairing};
 use pagedd_model::{ModelConfig, ModelSource, RopePairing};
 use pagedd_wire::worker::{
-    Arena as WhichArena, BlockCopy, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled,
+    Arena as WhichArena, BlockCopy, DeviceStep, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled,
 };
 
 use crate::arena::{HEADER_BYTES, Header, Kind};
@@ -49,6 +49,9 @@ const RESERVE: u64 = 1 << 30;
 #[derive(Debug)]
 pub struct GpuModel {
     decoder: Decoder<Element>,
+    stream: Stream,
+    /// What is told of the step that was collected last.
+    told: DeviceStep,
     draws: usize,
     /// A row's bits depend on its own tokens alone.
     deterministic: bool,
@@ -114,6 +117,9 @@ pub fn load(
         hello.block_size as usize,
     )
     .map_err(CudaError::from)?;
+    let request = KvRequest::new(hello, config.context.0, layout.block_stride as u64);
+    let most = decoder_limits(hello, &request);
+    check_exact(&shape, &most)?;
     let device = Device::open(ordinal as usize)?;
     let stream = device.stream()?;
     let threads = hello.threads.map_or_else(
@@ -129,9 +135,7 @@ pub fn load(
         None => (new_weights(&stream, &source, &shape, &places, &header, threads, progress)?, false),
     };
 
-    let request = KvRequest::new(hello, config.context.0, layout.block_stride as u64);
     let kv_identity = kv_identity(&identity, &layout, &device, products_version()?, hello.deterministic);
-    let most = decoder_limits(hello, &request);
     let scratch = Decoder::<Element>::scratch_bytes(&shape, &most) as u64;
     let (kv, kv_id, blocks, kv_reused) = kv(&stream, &request, kv_identity, scratch, fds.kv, hello.kv_bytes)?;
     let info = ModelInfo {
@@ -153,8 +157,12 @@ pub fn load(
     let algorithms = algorithms(&mut decoder, hello)?;
     decoder.synchronize()?;
     let deterministic = hello.deterministic;
+    let told = DeviceStep { beside_bytes: beside(&stream, decoder.memory())?, ..DeviceStep::default() };
+    tracing::info!(beside_bytes = told.beside_bytes, "memory of the GPU in use beside weights and KV blocks");
     let model = GpuModel {
         decoder,
+        stream,
+        told,
         draws,
         deterministic,
         kv_reused,
@@ -237,6 +245,41 @@ fn decoder_limits(hello: &Hello, request: &KvRequest) -> DecoderLimits {
         blocks: 0,
         exact: hello.deterministic,
     }
+}
+
+/// Whether a step's partial results have room, where every row must have some.
+fn check_exact(shape: &DecoderShape, limits: &DecoderLimits) -> Result<(), LoadError> {
+    let DecoderLimits { rows, tokens, context, exact, .. } = *limits;
+    let most = exact_rows(shape, context);
+    if !exact || rows <= most {
+        return Ok(());
+    }
+    let key = if tokens > most { "max_num_batched_tokens" } else { "max_num_seqs" };
+    let longest = exact_context(shape, rows);
+    let problem = format!(
+        "{rows}: with deterministic: true the partial results of that many tokens with contexts of {context} take too much memory: lower it to \
+         {most}, or max_model_len to {longest}"
+    );
+    Err(LoadError::Setting { key, problem })
+}
+
+/// Memory of the GPU in use beside the arenas.
+fn beside(stream: &Stream, memory: &DecoderMemory) -> Result<u64, CudaError> {
+    let (free, total) = stream.device().memory()?;
+    Ok(total.saturating_sub(free + memory.weights.len() + memory.kv.len()) as u64)
+}
+
+/// In test builds the fail point `gpu-fault` breaks the device once there is a file at the path that it returns; the file goes.
+#[cfg(feature = "failpoints")]
+fn fault_point(stream: &Stream) -> Result<(), CudaError> {
+    fail::fail_point!("gpu-fault", |mark: Option<String>| {
+        if mark.is_some_and(|mark| std::fs::remove_file(mark).is_ok()) {
+            tracing::warn!("fail point gpu-fault");
+            return pagedd_kernels::cuda::read_nowhere(stream);
+        }
+        Ok(())
+    });
+    Ok(())
 }
 
 /// An arena of an earlier worker, or nothing where there is none.
@@ -367,6 +410,8 @@ impl Compute for GpuModel {
             })
             .collect();
         self.decoder.forward(&DecoderStep { copies, rows: &rows, decoded: *decoded, tokens, wanted })?;
+        #[cfg(feature = "failpoints")]
+        fault_point(&self.stream)?;
         let adjustments = all_adjustments(pending, sequences);
         let mut first = 0;
         // Draws that cannot be made together, because they adjust one row of logits differently or are too many, are made one lot after the other.
@@ -398,10 +443,21 @@ impl Compute for GpuModel {
 
     fn collect(&mut self, pending: &Pendings) -> Result<Vec<Result<Sampled, String>>, RunError> {
         match self.out.pop_front() {
-            Some(Out::Drawing(ticket)) => Ok(self.sampled(&pending.draws, ticket)?),
-            Some(Out::Drawn(drawn)) => Ok(drawn),
+            Some(Out::Drawing(ticket)) => {
+                let sampled = self.sampled(&pending.draws, ticket)?;
+                self.tell(self.decoder.idle_us(ticket)?)?;
+                Ok(sampled)
+            }
+            Some(Out::Drawn(drawn)) => {
+                self.tell(None)?;
+                Ok(drawn)
+            }
             None => Err(RunError::NothingOut),
         }
+    }
+
+    fn device_step(&self) -> Option<DeviceStep> {
+        Some(self.told)
     }
 
     fn arena(&self, which: WhichArena) -> Result<ArenaFd, RunError> {
@@ -471,6 +527,21 @@ impl Layout {
 }
 
 impl GpuModel {
+    /// Keeps what is told of the step that was collected.
+    fn tell(&mut self, idle_us: Option<f64>) -> Result<(), CudaError> {
+        self.told.idle_us = idle_us.map(|us| us.round() as u64);
+        let recorded = self.decoder.recordings();
+        if recorded.graphs != self.told.graphs {
+            self.told.graphs = recorded.graphs;
+            self.told.graphs_us = recorded.took.as_micros() as u64;
+            self.told.graphs_bytes = recorded.bytes;
+            self.told.beside_bytes = beside(&self.stream, self.decoder.memory())?;
+            let DeviceStep { graphs, graphs_us, graphs_bytes, beside_bytes, .. } = self.told;
+            tracing::info!(graphs, graphs_us, graphs_bytes, beside_bytes, "steps recorded");
+        }
+        Ok(())
+    }
+
     /// Waits for draws.
     fn sampled(
         &self,

@@ -13,8 +13,8 @@ use pagedd_core::StepCost;
 use pagedd_kernels::KvError;
 use pagedd_model::ModelSource;
 use pagedd_wire::worker::{
-    Arena as WhichArena, BlockCopy, Device, Hello, Input, MOST_IN_FLIGHT, ModelInfo, Output, Plan, Row,
-    Sampled, SequenceState,
+    Arena as WhichArena, BlockCopy, Device, DeviceStep, Hello, Input, MOST_IN_FLIGHT, ModelInfo, Output,
+    Plan, Row, Sampled, SequenceState,
 };
 
 use crate::arena::ArenaError;
@@ -122,6 +122,11 @@ pub trait Compute: fmt::Debug + Send {
     /// # Errors
     /// The device failed.
     fn collect(&mut self, pending: &Pendings) -> Result<Vec<Result<Sampled, String>>, RunError>;
+
+    /// What a GPU did in the step that was collected last.
+    fn device_step(&self) -> Option<DeviceStep> {
+        None
+    }
 
     /// An fd of an arena.
     ///
@@ -397,6 +402,7 @@ impl ModelRunner {
         let now = Instant::now();
         let begun = self.done.map_or(submitted, |done| done.max(submitted));
         output.compute_us = now.duration_since(begun).as_micros() as u64;
+        output.device = self.model.device_step();
         self.done = Some(now);
         self.flights[index].output = Some(output);
         Ok(())

@@ -2,8 +2,8 @@
 //!
 //! **Owns** which kernel does a row's work, and the proof that it stays inside arena, tables and outputs. **Never** writes KV.
 //!
-//! Two kernels for two kinds of rows. [`decode`] is for few queries against a long past, at the speed of memory: contexts are cut at fixed
-//! positions, [`SPLIT`] apart, so that one long context keeps the whole GPU busy. [`prefill`] is for many queries, at the speed of the tensor
+//! Two kernels for two kinds of rows. [`decode()`] is for few queries against a long past, at the speed of memory: contexts are cut at fixed
+//! positions, [`SPLIT`] apart, so that one long context keeps the whole GPU busy. [`prefill()`] is for many queries, at the speed of the tensor
 //! cores. With either, the bits of a row depend on its own queries, keys and values only; with prefill, not on how a prompt was cut into
 //! steps either. The two differ from one another in the last bits.
 //!
@@ -27,7 +27,7 @@ use crate::cpu::attention::AttentionShape;
 use crate::error::{KvError, length, product};
 
 /// Positions after which decode sets a result aside, to be merged.
-const SPLIT: usize = 1 << LOG2_SPLIT;
+pub(super) const SPLIT: usize = 1 << LOG2_SPLIT;
 const LOG2_SPLIT: u32 = 8;
 /// Packed rows (queries times the query heads of a KV head) of one unit of decode work.
 const UNIT_ROWS: usize = 16;

@@ -6,7 +6,7 @@
 //! All of a step is queued on one stream; only [`Decoder::draws`] waits, and a step can be queued while the one before it runs. Whoever makes a step says which
 //! rows go through [`decode()`](super::decode()), the others go through [`prefill()`](super::prefill()).
 //!
-//! A step in which every row has one token and is drawn from is padded to a size of [`buckets`] and, from the second one of that size on,
+//! A step in which every row has one token and is drawn from is padded to a size of [`bucket`] and, from the second one of that size on,
 //! recorded and replayed: queueing some hundred kernels takes the host longer than some models take the device.
 #![allow(unsafe_code)]
 
@@ -14,16 +14,19 @@ mod forward;
 mod shape;
 #[cfg(test)]
 mod tests;
+mod timeline;
 mod tune;
 
 use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
 use pagedd_core::BlockId;
 
 pub use shape::{DecoderPlaces, DecoderShape, LayerPlaces, Place};
 
 use self::forward::{Head, Work};
-use super::attention::DecodeLimits;
+use self::timeline::Timeline;
+use super::attention::{DecodeLimits, SPLIT};
 use super::batch::DeviceKvLayout;
 use super::elementwise::TokenSource;
 use super::error::CudaError;
@@ -93,6 +96,18 @@ pub struct DecoderStep<'a> {
 pub struct Ticket {
     slot: usize,
     number: u64,
+    step: u64,
+}
+
+/// Steps that are recorded as graphs.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Recordings {
+    /// How many.
+    pub graphs: u32,
+    /// What recording them took, each up to the end of the call that first queued it.
+    pub took: Duration,
+    /// By how much the device's free memory fell meanwhile. It has that of other processes in it.
+    pub bytes: u64,
 }
 
 /// Where draws come to.
@@ -121,6 +136,8 @@ pub struct Draws<'a> {
 
 /// Memory that partial results of decode attention may take.
 const PARTIAL_BYTES: usize = 512 << 20;
+/// The same of an exact decoder, which must have room for all rows that a step may have.
+const EXACT_BYTES: usize = 4 << 30;
 /// Block copies of one launch.
 const COPIES: usize = 1024;
 
@@ -142,6 +159,8 @@ pub struct Decoder<T: Half> {
     number: u64,
     /// Whether there is memory to record steps.
     record: bool,
+    recordings: Recordings,
+    timeline: Timeline,
 }
 
 /// Rows that a step of single tokens is padded to.
@@ -190,6 +209,8 @@ impl<T: Half + GemmOutput> Decoder<T> {
             slots: [slot()?, slot()?],
             number: 1,
             record: true,
+            recordings: Recordings::default(),
+            timeline: Timeline::new(device)?,
         })
     }
 
@@ -218,6 +239,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
     /// # Errors
     /// The step is not within limits or not inside the arena (nothing was queued, or nothing but copies), or the device failed.
     pub fn forward(&mut self, step: &DecoderStep<'_>) -> Result<(), CudaError> {
+        self.timeline.begin();
         for copies in step.copies.chunks(COPIES) {
             self.work.copy(&self.stream, copies)?;
         }
@@ -249,26 +271,34 @@ impl<T: Half + GemmOutput> Decoder<T> {
 
     /// A step in which every row has one token and is drawn from.
     fn single(&mut self, step: &DecoderStep<'_>) -> Result<(), CudaError> {
-        let Self { work, stream, graphs, met, record, .. } = self;
+        let Self { work, stream, graphs, met, record, recordings, timeline, .. } = self;
         let size = bucket(step.rows.len());
         work.set(stream, step, size)?;
         if let Some(graph) = graphs.get(&size) {
             work.check_decode(size)?;
+            timeline.start(stream)?;
             // SAFETY: all that was recorded lies in `work`, whose buffers are neither replaced nor freed before `graphs`. What proves that it
             // stays inside was set for the same number of tokens and rows, within the same limits (`set`, `check_decode`).
             return unsafe { graph.replay() };
         }
         if *record && met.contains(&size) {
+            let (begun, (free, _)) = (Instant::now(), stream.device().memory()?);
             let recorded = Recorded::capture(stream, |stream| work.run(stream, size, size, Head::All));
             if let Ok(graph) = recorded {
                 let graph = graphs.entry(size).or_insert(graph);
+                timeline.start(stream)?;
                 // SAFETY: as above; it was set for this step.
-                return unsafe { graph.replay() };
+                unsafe { graph.replay() }?;
+                recordings.graphs += 1;
+                recordings.took += begun.elapsed();
+                recordings.bytes += free.saturating_sub(stream.device().memory()?.0) as u64;
+                return Ok(());
             }
             // Where the device itself is well, it lacks memory for one more: steps run as they come.
             stream.synchronize()?;
             *record = false;
         }
+        timeline.start(stream)?;
         work.run(stream, size, size, Head::All)?;
         // Its algorithms are chosen and its kernels loaded: nothing of that can be recorded.
         if *record {
@@ -278,11 +308,12 @@ impl<T: Half + GemmOutput> Decoder<T> {
     }
 
     fn mixed(&mut self, step: &DecoderStep<'_>, decoded: usize) -> Result<(), CudaError> {
-        let Self { work, stream, .. } = self;
+        let Self { work, stream, timeline, .. } = self;
         work.set(stream, step, step.tokens.len())?;
         work.set_wanted(stream, step)?;
         work.set_prefill(stream, decoded..step.rows.len())?;
         let head = if step.wanted.is_empty() { Head::None } else { Head::Wanted };
+        timeline.start(stream)?;
         work.run(stream, step.tokens.len(), decoded, head)
     }
 
@@ -292,7 +323,8 @@ impl<T: Half + GemmOutput> Decoder<T> {
     /// # Errors
     /// A row that is not there or out of limits (nothing was queued), or the device failed.
     pub fn draw(&mut self, rows: &[SampleRow<'_>]) -> Result<Ticket, CudaError> {
-        let ticket = Ticket { slot: (self.number % 2) as usize, number: self.number };
+        let ticket =
+            Ticket { slot: (self.number % 2) as usize, number: self.number, step: self.timeline.step() };
         let slot = &mut self.slots[ticket.slot];
         // Nobody may take old draws for these.
         slot.number = 0;
@@ -300,6 +332,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
         let Work { sampler, ring, logits, .. } = &mut self.work;
         sampler.set(&self.stream, ring, rows)?;
         sampler.run(&self.stream, &mut logits.all_mut())?;
+        self.timeline.end(&self.stream)?;
         if slot.ranks {
             slot.logprobs.download(&self.stream, sampler.logprobs().part(0..rows.len())?)?;
             slot.ranked.download(&self.stream, sampler.ranked().part(0..rows.len() * self.limits.ranks)?)?;
@@ -328,6 +361,22 @@ impl<T: Half + GemmOutput> Decoder<T> {
         Ok(Draws { drawn, logprobs, ranked, stride })
     }
 
+    /// Microseconds in which no kernel ran between the step before that of `ticket` and this one: what is copied to and from the device lies
+    /// there, copies of blocks too. `None` of a first step, of one without rows, and of one behind such a step. The draws were waited for,
+    /// and none of a step after the next were queued.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn idle_us(&self, ticket: Ticket) -> Result<Option<f64>, CudaError> {
+        self.timeline.idle_us(ticket.step)
+    }
+
+    /// Steps that are recorded.
+    #[must_use]
+    pub fn recordings(&self) -> Recordings {
+        self.recordings
+    }
+
     /// Waits until all that is queued is done.
     ///
     /// # Errors
@@ -347,11 +396,25 @@ fn padded(limits: &DecoderLimits) -> DecoderLimits {
     }
 }
 
-/// Bytes of decode attention's partial results where every row is as long as can be.
-fn partial_bytes(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
+/// Bytes of decode attention's partial results of rows of `context` positions.
+fn partial_bytes(shape: &DecoderShape, rows: usize, context: usize) -> usize {
     let group = shape.heads / shape.kv_heads.max(1);
-    let units = DecodeLimits::units_of(1, group.max(1), limits.context).saturating_mul(limits.rows);
+    let units = DecodeLimits::units_of(1, group.max(1), context).saturating_mul(rows);
     units.saturating_mul(unit_bytes(shape))
+}
+
+/// Most rows of the longest context that an exact decoder is made for, so that its partial results do not take the memory of KV blocks.
+#[must_use]
+pub fn exact_rows(shape: &DecoderShape, context: usize) -> usize {
+    let row = partial_bytes(shape, 1, context).max(1);
+    EXACT_BYTES / row
+}
+
+/// Longest context of which an exact decoder is made for so many rows.
+#[must_use]
+pub fn exact_context(shape: &DecoderShape, rows: usize) -> usize {
+    let splits = EXACT_BYTES / partial_bytes(shape, rows.max(1), 1).max(1);
+    splits.saturating_mul(SPLIT)
 }
 
 /// Bytes of partial results of a unit of decode work.
@@ -364,5 +427,5 @@ fn unit_bytes(shape: &DecoderShape) -> usize {
 fn units(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
     let unit = unit_bytes(shape).max(1);
     let most = if limits.exact { usize::MAX } else { PARTIAL_BYTES };
-    (partial_bytes(shape, limits).min(most) / unit).max(1)
+    (partial_bytes(shape, limits.rows, limits.context).min(most) / unit).max(1)
 }

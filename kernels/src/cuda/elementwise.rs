@@ -255,6 +255,9 @@ impl BlockCopies {
     }
 }
 
+/// An address in the first page of all.
+const NOWHERE: u64 = 256;
+
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct CopyArgs {
@@ -304,6 +307,27 @@ pub fn copy_blocks(
     // SAFETY: having the copies tells that both blocks are inside the arena, whose length was checked, and that no more tokens are copied
     // than a block has; a thread block stays inside one head of one layer.
     unsafe { launch(stream, &stream.device().kernels().copy_blocks, "block copy", grid, params) }
+}
+
+/// Has a kernel read where no memory is: for this process the device fails, as by a kernel that is wrong. Tests look at what comes after.
+///
+/// # Errors
+/// The device has failed already; what this does to it shows at a later call.
+pub fn read_nowhere(stream: &Stream) -> Result<(), CudaError> {
+    let params = CopyArgs {
+        copies: NOWHERE,
+        arena: NOWHERE,
+        block_stride: 0,
+        layer_stride: 0,
+        runs: 1,
+        run_packs: 0,
+        token_packs: 0,
+        unused: 0,
+    };
+    let grid = Grid { blocks: (1, 1), threads: 1, shared: 0 };
+    // SAFETY: the kernel's one thread reads a copy's numbers first, at an address that neither driver nor system ever maps. The device stops
+    // it there: nothing is read or written, and the process can run nothing more on the device.
+    unsafe { launch(stream, &stream.device().kernels().copy_blocks, "a read of nowhere", grid, params) }
 }
 
 #[repr(C)]

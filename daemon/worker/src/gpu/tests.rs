@@ -89,3 +89,47 @@ fn where_bits_must_not_depend_on_chunks_prompts_are_prefilled_and_what_follows_i
     assert_eq!(layout.tokens, [11, 12, 14, 15, 10, 13].map(TokenSource::Known));
     assert_eq!((&layout.wanted[..], &layout.logits[..]), (&[1, 3, 5][..], &[0, 2, 1][..]));
 }
+
+#[test]
+fn a_deterministic_step_whose_partial_results_would_take_the_gpus_memory_is_refused_with_what_would_fit() {
+    let llama = DecoderShape {
+        layers: 32,
+        hidden: 4096,
+        ffn: 14_336,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 128,
+        vocabulary: 128_256,
+        tied: false,
+        bias: false,
+        epsilon: 1e-5,
+        frequencies: vec![1.0; 64],
+        magnitude: 1.0,
+        pairing: Pairing::Halves,
+    };
+    let limits = |tokens: usize, context, exact| DecoderLimits {
+        rows: tokens.max(256),
+        tokens,
+        wanted: 256,
+        draws: 256,
+        ranks: RANKS,
+        adjustments: ADJUSTMENTS,
+        context,
+        blocks: 0,
+        exact,
+    };
+    let refused = |limits: &DecoderLimits| {
+        let error = check_exact(&llama, limits).unwrap_err();
+        assert!(!error.retry(), "another worker does no better");
+        error.to_string()
+    };
+    let error = refused(&limits(8192, 131_072, true));
+    assert!(error.starts_with("max_num_batched_tokens: 8192: "), "{error}");
+    assert!(error.ends_with("lower it to 504, or max_model_len to 7936"), "{error}");
+    // What it names is taken.
+    check_exact(&llama, &limits(504, 131_072, true)).unwrap();
+    check_exact(&llama, &limits(8192, 7936, true)).unwrap();
+    let seats = DecoderLimits { rows: 600, ..limits(300, 131_072, true) };
+    assert!(refused(&seats).starts_with("max_num_seqs: 600: "), "{}", refused(&seats));
+    check_exact(&llama, &limits(8192, 131_072, false)).unwrap();
+}

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use pagedd_core::{Penalties, SamplingParams};
+use pagedd_model::testing::TinyModel;
 use pagedd_wire::worker::{Arena, Device, Dtype, Hello, KvDtype, KvMemory};
 use pagedd_worker::{Fds, ModelRunner};
 
@@ -10,7 +11,7 @@ use crate::driver::{Driver, Seq, bits};
 use crate::independence::Case;
 use crate::models::{hello, load, real};
 use crate::reference::{Distance, distance, prompts};
-use crate::replay::{history_with, without_time};
+use crate::replay::{breaks_alone, history_with, without_time};
 
 fn gpu() -> Hello {
     Hello {
@@ -172,6 +173,21 @@ fn choices_of_one_prompt_with_penalties_draw_what_they_draw_alone() {
         alone.seqs.push(Seq { choice, sampling, ..Seq::new(id, prompt, 1) });
         alone.finish(&mut runner);
         assert_eq!(alone.drawn[&id][0].token, together.drawn[&id][0].token, "choice {choice}");
+    }
+}
+
+#[test]
+fn a_row_of_a_gpu_whose_numbers_break_fails_alone_and_so_does_what_builds_on_its_draw() {
+    // Heads are of a size that the GPU's kernels have.
+    let model = TinyModel { head_dim: 64, hidden: 256, tied_embeddings: false, ..TinyModel::default() };
+    for deterministic in [false, true] {
+        let memory = KvMemory::Tokens(8192);
+        breaks_alone(&model, |path| Hello {
+            path: path.to_str().unwrap().to_owned(),
+            kv_memory: memory,
+            deterministic,
+            ..gpu()
+        });
     }
 }
 

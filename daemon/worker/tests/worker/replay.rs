@@ -94,7 +94,7 @@ pub fn history_with(
 }
 
 pub fn without_time(output: &Output) -> Output {
-    Output { compute_us: 0, ..output.clone() }
+    Output { compute_us: 0, device: None, ..output.clone() }
 }
 
 fn assert_equal_arenas(a: &ModelRunner, b: &ModelRunner, what: &str) {
@@ -267,15 +267,19 @@ fn a_bad_plan_writes_nothing_and_changes_nothing() {
 
 #[test]
 fn a_row_whose_numbers_break_fails_alone_and_so_does_what_builds_on_its_draw() {
-    // The embedding of one token is not a number; whoever reads it is lost, nobody else is.
-    let model = TinyModel { tied_embeddings: false, ..TinyModel::default() };
-    let mut writer = pagedd_model::testing::gguf_writer(7, &model);
+    breaks_alone(&TinyModel { tied_embeddings: false, ..TinyModel::default() }, small);
+}
+
+/// The embedding of one token of `model` is not a number; whoever reads it is lost, nobody else is.
+pub fn breaks_alone(model: &TinyModel, hello: impl Fn(&Path) -> Hello) {
+    let mut writer = pagedd_model::testing::gguf_writer(7, model);
     let embedding = writer.tensor("token_embd.weight").unwrap();
-    embedding.data[100 * 64 * 4..101 * 64 * 4].fill(0xff);
+    let row_bytes = model.hidden * size_of::<f32>();
+    embedding.data[100 * row_bytes..101 * row_bytes].fill(0xff);
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("nan.gguf");
     std::fs::write(&path, writer.bytes()).unwrap();
-    let mut runner = load(&small(&path));
+    let mut runner = load(&hello(&path));
 
     let row = |seq, tokens: &[u32], block| Row {
         seq,
@@ -311,7 +315,15 @@ fn a_row_whose_numbers_break_fails_alone_and_so_does_what_builds_on_its_draw() {
         samples: vec![seq],
         drafts: 0,
     };
-    let output = runner.run(&Plan { id: 3, rows: vec![next(2), next(1)], ..Plan::default() }).unwrap();
-    assert_eq!(output.sampled.iter().map(|s| s.seq).collect::<Vec<_>>(), [1]);
-    assert_eq!(output.failed, [(2, "an input token of it could not be computed".to_owned())]);
+    let then = Plan { id: 3, rows: vec![next(2), next(1)], ..Plan::default() };
+    let expected = runner.run(&then).unwrap();
+    assert_eq!(expected.sampled.iter().map(|s| s.seq).collect::<Vec<_>>(), [1]);
+    assert_eq!(expected.failed, [(2, "an input token of it could not be computed".to_owned())]);
+
+    // The same where nobody knows yet that the draw failed when it is built upon.
+    let mut runner = load(&hello(&path));
+    runner.submit(&both).unwrap();
+    runner.submit(&then).unwrap();
+    let found = [runner.collect().unwrap(), runner.collect().unwrap()].map(|o| without_time(&o));
+    assert_eq!(found, [without_time(&output), without_time(&expected)]);
 }

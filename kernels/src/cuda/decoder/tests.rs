@@ -81,3 +81,22 @@ fn room_for_partial_results_is_what_the_longest_rows_need_up_to_a_limit() {
     let exact = DecoderLimits { exact: true, ..many };
     assert_eq!(units(&shape, &exact), 4096 * 4096);
 }
+
+#[test]
+fn an_exact_decoder_is_made_for_as_many_rows_and_positions_as_its_partial_results_have_room_for() {
+    for shape in
+        [shape(true, false), DecoderShape { heads: 32, kv_heads: 8, head_dim: 128, ..shape(true, false) }]
+    {
+        for context in [100, 8192, 131_072] {
+            let rows = exact_rows(&shape, context);
+            assert!(partial_bytes(&shape, rows, context) <= EXACT_BYTES);
+            assert!(partial_bytes(&shape, rows + 1, context) > EXACT_BYTES);
+            let longest = exact_context(&shape, rows);
+            assert!(longest >= context, "{longest} {context}");
+            assert!(partial_bytes(&shape, rows, longest) <= EXACT_BYTES);
+            assert!(partial_bytes(&shape, rows, longest + 1) > EXACT_BYTES);
+        }
+    }
+    let llama = DecoderShape { heads: 32, kv_heads: 8, head_dim: 128, ..shape(true, false) };
+    assert_eq!(exact_rows(&llama, 131_072), 504, "131,072 positions are 512 splits of 16,640 bytes");
+}

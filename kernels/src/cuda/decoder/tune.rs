@@ -1,7 +1,7 @@
 //! Which algorithms multiply fastest, with a decoder's own weights.
 
-use super::Decoder;
 use super::forward::Work;
+use super::{Decoder, Recordings};
 use crate::cuda::buffer::View;
 use crate::cuda::error::CudaError;
 use crate::cuda::gemm::{Algorithms, AlgorithmsError, GemmOutput, GemmShape, Tuning};
@@ -36,6 +36,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
     fn forget_steps(&mut self) {
         self.graphs.clear();
         self.met.clear();
+        self.recordings = Recordings::default();
     }
 
     /// Keeps what [`tune`](Self::tune) found earlier: products have the same bits again.
