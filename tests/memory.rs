@@ -72,18 +72,12 @@ fn settled(daemon: &Daemon) -> BTreeMap<(u32, String), Memory> {
     last
 }
 
-/// What the daemon, which has some 2,250 KiB, may have more: 32 to 68 were seen, and 132 after 16,000 requests, nine bytes for each. It misses
-/// the 2 % that all processes are to keep to, and SPECIFICATION says so.
-const DAEMON_GROWTH_KIB: u64 = 64;
-
-/// Whether each process has what it had, to 2 %; the daemon, to [`DAEMON_GROWTH_KIB`].
+/// Whether each process has what it had, to 2 %.
 fn are_equal(early: &BTreeMap<(u32, String), Memory>, late: &BTreeMap<(u32, String), Memory>) -> bool {
-    let equal = |name: &str, a: u64, b: u64| {
-        a.abs_diff(b) * 50 <= a || (name == "pagedd" && a.abs_diff(b) <= DAEMON_GROWTH_KIB)
-    };
+    let equal = |a: u64, b: u64| a.abs_diff(b) * 50 <= a;
     early.len() == late.len()
         && early.iter().all(|(process, before)| {
-            late.get(process).is_some_and(|after| equal(&process.1, before.own_kib(), after.own_kib()))
+            late.get(process).is_some_and(|after| equal(before.own_kib(), after.own_kib()))
         })
 }
 

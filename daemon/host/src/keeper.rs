@@ -24,6 +24,7 @@ use crate::confine::Sandbox;
 use crate::exit;
 use crate::fdstore::{FIRST_FD, LISTEN_FDNAMES, LISTEN_FDS, LISTEN_PID};
 use crate::inherited;
+use crate::memory::NO_THREAD_CACHES;
 use crate::notify::NOTIFY_SOCKET;
 use crate::process::{Child, Spawn, SpawnError, spawn_with_pid_in};
 
@@ -211,6 +212,10 @@ impl Keeper {
             others.iter().any(|other| name == *other) || ours.iter().any(|(own, _)| name == *own)
         };
         let mut variables: Vec<_> = env::vars_os().filter(|(name, _)| !is_ours(name)).collect();
+        let (tunables, small) = NO_THREAD_CACHES;
+        if env::var_os(tunables).is_none() {
+            variables.push((tunables.into(), small.into()));
+        }
         variables.extend(ours.into_iter().map(|(name, value)| (name.into(), value)));
 
         let mut args = self.program.args.clone();

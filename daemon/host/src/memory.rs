@@ -60,6 +60,11 @@ pub fn rss(pid: u32) -> io::Result<Rss> {
     Ok(Rss { anon: bytes("RssAnon"), shmem: bytes("RssShmem"), file: bytes("RssFile") })
 }
 
+/// A variable for the environment of a process that is to be small, and its value: its threads keep no freed pieces of their own. These would
+/// never be given back, each holds its page, and there come to be more of them for as long as new sizes come. Read by glibc alone, at the
+/// start of a program.
+pub const NO_THREAD_CACHES: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0");
+
 /// Has all threads of this process allocate from one heap. Each thread's own would keep its own free pieces; to be called before there is
 /// another thread.
 pub fn use_one_heap() {
