@@ -149,9 +149,9 @@ if [ -n "${KEEP:-}" ]; then
   cat <<TEXT
 == Left running. Try:
 curl -N http://127.0.0.1:$port_acme/v1/chat/completions -H 'authorization: Bearer $key_acme' -H 'content-type: application/json' \\
-  -d '{"model": "smollm2", "stream": true, "messages": [{"role": "user", "content": "Tell me about Paris."}]}'
+  -d '{"model": "smollm2", "stream": true, "temperature": 0, "max_tokens": 200, "messages": [{"role": "user", "content": "Tell me about Paris."}]}'
 curl -N http://127.0.0.1:$port_globex/v1/chat/completions -H 'authorization: Bearer $key_globex' -H 'content-type: application/json' \\
-  -d '{"model": "smollm2-f32", "stream": true, "messages": [{"role": "user", "content": "Tell me about Rome."}]}'
+  -d '{"model": "smollm2-f32", "stream": true, "temperature": 0, "max_tokens": 200, "messages": [{"role": "user", "content": "Tell me about Rome."}]}'
 $bin/pagedctl --socket $work/state/admin.sock status
 log: $log
 stop and clean up: kill $pid; rm -rf $work

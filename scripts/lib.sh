@@ -12,10 +12,14 @@ need() {
   command -v "$command" >/dev/null 2>&1 || die "$command is missing; install it: sudo apt-get install -y $*"
 }
 
+# need_rust: cargo is there, and not older than the workspace's rust-version.
 need_rust() {
-  command -v cargo >/dev/null 2>&1 && return
-  [ -x "$HOME/.cargo/bin/cargo" ] && { PATH=$HOME/.cargo/bin:$PATH; return; }
-  die "cargo is missing; install a Rust toolchain (1.95 or newer) with rustup: sudo apt-get install -y rustup && rustup default stable"
+  local least found
+  least=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' "$root/Cargo.toml")
+  command -v cargo >/dev/null 2>&1 || PATH=$HOME/.cargo/bin:$PATH
+  command -v cargo >/dev/null 2>&1 || die "cargo is missing; install Rust $least or newer: https://rustup.rs"
+  found=$(cargo --version | cut -d' ' -f2)
+  printf '%s\n' "$least" "$found" | sort -CV || die "cargo is $found; install Rust $least or newer: https://rustup.rs"
 }
 
 need_compiler() { need cc build-essential; need c++ build-essential; }

@@ -132,8 +132,9 @@ kv ceiling  50% (500 blocks)
 key         pgd_abcdefgh  (shown only now)
 
 Try it:
-curl http://127.0.0.1:8101/v1/chat/completions -H 'Authorization: Bearer pgd_abcdefgh' \
--H 'Content-Type: application/json' -d '{\"model\":\"smollm2\",\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}'
+curl -N http://127.0.0.1:8101/v1/chat/completions -H 'Authorization: Bearer pgd_abcdefgh' \
+-H 'Content-Type: application/json' \
+-d '{\"model\":\"smollm2\",\"stream\":true,\"temperature\":0,\"max_tokens\":200,\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}'
 "
     );
 }
@@ -470,8 +471,8 @@ fn a_daemon_that_is_not_there_exits_with_3_and_says_how_to_start_it() {
     assert_eq!(
         outcome.stderr,
         format!(
-            "error: pagedd is not running: no admin socket at {}\nhint: start it with `systemctl start pagedd` or \
-             `pagedd --config FILE`, or name its socket with --socket PATH\n",
+            "error: pagedd is not running: no admin socket at {}\nhint: start it with `pagedd --config FILE`, \
+             or name its socket with --socket PATH\n",
             socket.display()
         )
     );
@@ -553,6 +554,12 @@ fn a_wrong_command_line_exits_with_2_and_help_with_0() {
         assert_eq!((outcome.code, outcome.stdout.as_str()), (failure::USAGE, ""), "{line}");
         assert!(!outcome.stderr.is_empty(), "{line}");
     }
+    let outcome = alone("key revoke acme zz");
+    assert!(outcome.stderr.contains("'zz'"), "{outcome:?}");
+    assert!(
+        outcome.stderr.contains("a key's id is a number, as `pagedctl key list TENANT` shows it"),
+        "{outcome:?}"
+    );
     assert!(alone("tenant ad x").stderr.contains("a similar subcommand exists: 'add'"));
     for line in ["--help", "tenant --help", "tenant add --help", "--version", "help key"] {
         let outcome = alone(line);

@@ -11,7 +11,12 @@ pub struct Args {
     /// Whose key
     tenant: String,
     /// Which key, by its id in `pagedctl key list`
+    #[arg(value_parser = id)]
     id: u32,
+}
+
+fn id(text: &str) -> Result<u32, String> {
+    text.parse().map_err(|_| "a key's id is a number, as `pagedctl key list TENANT` shows it".to_owned())
 }
 
 /// What holds from now on.

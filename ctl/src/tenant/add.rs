@@ -72,8 +72,8 @@ fn render(TenantAdded { tenant, key }: &TenantAdded) -> String {
     let authorization =
         secret.map_or_else(String::new, |secret| format!(" -H 'Authorization: Bearer {secret}'"));
     format!(
-        "{}\nTry it:\ncurl {}/v1/chat/completions{authorization} -H 'Content-Type: application/json' -d \
-         '{{\"model\":\"{}\",\"messages\":[{{\"role\":\"user\",\"content\":\"Hello\"}}]}}'\n",
+        "{}\nTry it:\ncurl -N {}/v1/chat/completions{authorization} -H 'Content-Type: application/json' -d \
+         '{{\"model\":\"{}\",\"stream\":true,\"temperature\":0,\"max_tokens\":200,\"messages\":[{{\"role\":\"user\",\"content\":\"Hello\"}}]}}'\n",
         fields(&rows),
         tenant.url,
         tenant.model,

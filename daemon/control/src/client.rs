@@ -68,10 +68,9 @@ impl ClientError {
     #[must_use]
     pub fn remedy(&self) -> Option<String> {
         match self {
-            Self::NotRunning { .. } => Some(
-                "start it with `systemctl start pagedd` or `pagedd --config FILE`, or name its socket with --socket PATH"
-                    .to_owned(),
-            ),
+            Self::NotRunning { .. } => {
+                Some("start it with `pagedd --config FILE`, or name its socket with --socket PATH".to_owned())
+            }
             Self::PermissionDenied { path } => {
                 Some(format!("run as root, or as the user that owns {}", path.display()))
             }
