@@ -54,6 +54,8 @@ pub enum Failure {
     NoRoom {
         /// One line that names each.
         problems: String,
+        /// Whether memory is what lacks for one of them.
+        memory: bool,
         /// What is printed of all of them.
         text: String,
     },
@@ -151,10 +153,10 @@ impl Failure {
                 Some("`pagedctl drain` waits on, `pagedctl undrain` takes requests again".to_owned())
             }
             Self::Worker { .. } => Some("pagedd-worker is installed beside pagedctl".to_owned()),
-            Self::NoRoom { .. } => {
+            Self::NoRoom { memory: true, .. } => {
                 Some("lower kv_memory, take a smaller model, or give it another device".to_owned())
             }
-            Self::Config(_) | Self::Json(_) | Self::TakenBack => None,
+            Self::NoRoom { memory: false, .. } | Self::Config(_) | Self::Json(_) | Self::TakenBack => None,
         };
         let mut text = format!("error: {self}\n");
         if let Some(hint) = hint {

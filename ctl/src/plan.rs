@@ -53,7 +53,21 @@ pub fn run(args: &Args, context: &Context, environment: &Environment) -> Result<
     } else {
         as_tables(&sums, &shares)
     };
-    if problems.is_empty() { Ok(text) } else { Err(Failure::NoRoom { problems: problems.join("; "), text }) }
+    if problems.is_empty() {
+        return Ok(text);
+    }
+    let memory = sums.iter().any(|(model, sum)| lacks_memory(model, sum));
+    Err(Failure::NoRoom { problems: problems.join("; "), memory, text })
+}
+
+/// Whether a model was read and does not fit, though it asks for a KV block at least.
+fn lacks_memory(model: &Model, sum: &Value) -> bool {
+    let asked = match model.kv_memory {
+        KvMemory::Given(Amount::Bytes(bytes)) => Some(bytes.0),
+        KvMemory::Auto | KvMemory::Given(Amount::Percent(_) | Amount::Tokens(_)) => None,
+    };
+    let block = sum["block_bytes"].as_u64();
+    sum["problem"].is_string() && block.is_some_and(|block| asked.is_none_or(|asked| asked >= block))
 }
 
 fn share_of(shares: &mut Vec<Share>, device: Device) -> &mut Share {

@@ -70,10 +70,7 @@ fn plan_names_what_does_not_fit_or_cannot_be_read_and_exits_with_1() {
     );
     let outcome = run(args("plan"), &environment(dir.path()));
     assert_eq!(outcome.code, failure::REFUSED);
-    assert_eq!(
-        outcome.stderr,
-        "error: not every model can be served: model a: m.gguf: damaged\nhint: lower kv_memory, take a smaller model, or give it another device\n"
-    );
+    assert_eq!(outcome.stderr, "error: not every model can be served: model a: m.gguf: damaged\n");
     let expected = "\
 MODEL  DEVICE  WEIGHTS  KV A TOKEN  KV A BLOCK  BLOCKS  TOKENS  KV  SCRATCH  SUM
 a      cpu           -           -           -       -       -   -        -    -
@@ -85,6 +82,24 @@ cuda:1     -  17.9GiB     -
 note: what is free on cuda:1 is not known: no NVIDIA driver
 ";
     assert_eq!(outcome.stdout, expected);
+}
+
+#[test]
+fn plan_says_to_ask_for_less_memory_only_where_memory_is_the_problem() {
+    let hint = "hint: lower kv_memory, take a smaller model, or give it another device\n";
+    let full = PLANNED.replace(r#""problem":null"#, r#""problem":"weights take too much""#);
+    for (kv_memory, script, hinted) in [
+        ("10GiB", format!("echo '{full}'"), true),
+        ("auto", format!("echo '{full}'"), true),
+        ("1B", format!("echo '{full}'"), false),
+        ("10GiB", "echo 'm.gguf: not a model' >&2; exit 1".to_owned(), false),
+    ] {
+        let dir = configuration(&format!("models: {{ a: {{ path: m.gguf, kv_memory: {kv_memory} }} }}"));
+        worker(&dir, &script);
+        let outcome = run(args("plan"), &environment(dir.path()));
+        assert_eq!((outcome.code, outcome.stderr.ends_with(hint)), (failure::REFUSED, hinted), "{outcome:?}");
+        assert_eq!(outcome.stderr.contains("hint: "), hinted, "{outcome:?}");
+    }
 }
 
 #[test]
