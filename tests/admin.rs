@@ -127,7 +127,7 @@ fn bad_orders_are_refused_with_the_name_and_change_nothing() {
     let taken = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let taken = taken.local_addr().expect("its address").port().to_string();
     let long = "a".repeat(300);
-    let cases: [(&[&str], &str); 15] = [
+    let cases: [(&[&str], &str); 17] = [
         (&["tenant", "show", "nobody"], "nobody"),
         (&["tenant", "remove", "nobody"], "nobody"),
         (&["tenant", "suspend", "nobody"], "nobody"),
@@ -141,6 +141,11 @@ fn bad_orders_are_refused_with_the_name_and_change_nothing() {
         (&["tenant", "add", "two", "--port", &free, "--kv-floor", "120%"], "120%"),
         (&["tenant", "add", "two", "--port", &free, "--kv-floor", "30%", "--kv-ceiling", "20%"], "floor"),
         (&["tenant", "add", "two", "--port", &free, "--kv-floor", "lots"], "lots"),
+        (
+            &["tenant", "add", "two", "--port", &free, "--kv-floor", "900GiB"],
+            "be 2622054 blocks, and its pool has 1024",
+        ),
+        (&["tenant", "set", "acme", "--kv-floor", "900GiB", "--kv-ceiling", "100%"], "be 2621440 blocks"),
         (&["tenant", "add", "two", "--port", &free, "--model", "gpt"], "gpt"),
         (&["tenant", "add", "two", "--port", &taken], &taken),
     ];
@@ -161,6 +166,20 @@ fn bad_orders_are_refused_with_the_name_and_change_nothing() {
         TcpStream::connect(("127.0.0.1", free.parse::<u16>().expect("a port"))).is_err(),
         "a port was left bound"
     );
+}
+
+#[test]
+fn a_context_longer_than_the_models_own_is_logged_with_the_key_and_walls_promise_nothing() {
+    let daemon = Site::new(&smollm2_yaml().replace("max_model_len: 2048", "max_model_len: 100000")).start();
+    assert_eq!(daemon.model()["max_model_len"], 8192);
+    assert_eq!(
+        daemon.status()["walls"],
+        json!({"is": "reduced", "reason": "cgroup limits are not applied yet"})
+    );
+    let log = daemon.stop().log_text();
+    let line = log.lines().find(|line| line.contains("max_model_len is above the model's own context"));
+    let line = line.unwrap_or_else(|| panic!("nothing is logged: {log}"));
+    assert!(line.contains("WARN") && line.contains("100000") && line.contains("8192"), "{line}");
 }
 
 #[test]

@@ -56,6 +56,12 @@ fn a_configuration_that_is_not_there_is_named() {
 }
 
 #[test]
+fn an_admin_socket_that_cannot_be_made_is_named_with_its_key() {
+    let yaml = format!("admin_socket: /nowhere/x.sock\n{}", smollm2_yaml());
+    Site::new(&yaml).run_to_end().refused(&["admin_socket /nowhere/x.sock: "]);
+}
+
+#[test]
 fn a_state_directory_that_cannot_be_made_is_named() {
     let site = Site::new(&smollm2_yaml());
     File::create(site.state()).expect("a file in its place");

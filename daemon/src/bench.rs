@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use pagedd_config::{Config, Model};
+use pagedd_core::said;
 use pagedd_host::fdstore::FdStore;
 
 use crate::start::{lock_gpus, start_log, surroundings};
@@ -60,7 +61,7 @@ pub fn main(options: &Options) -> ExitCode {
     drop(gpus);
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => fail(FAILED, &format!("{error:#}")),
+        Err(error) => fail(FAILED, &said(error.as_ref())),
     }
 }
 

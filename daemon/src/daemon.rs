@@ -30,7 +30,9 @@ use crate::hub::Message;
 use crate::model::Model;
 use crate::recorder::{self, Told};
 use crate::status;
-use crate::tenants::{ENGINE_ANSWER, ShareAmounts, Tenant, TenantShop, Unserved, own_retention};
+use crate::tenants::{
+    ENGINE_ANSWER, LOWER_A_FLOOR, ShareAmounts, Tenant, TenantShop, Unserved, own_retention,
+};
 use crate::worker::ModelState;
 
 /// New requests wait no longer for those of an earlier daemon. Only one that a daemon ended with can take so long.
@@ -396,7 +398,7 @@ impl Daemon {
         drop(self.shop.recorder.send(Told::Retain(record.id, own_retention(record))).await);
     }
 
-    /// What can be said of a share before the pool has a size: a floor above its ceiling, floors of more than everything.
+    /// What can be said of a share before an engine is asked: a floor above its ceiling, floors of more than everything.
     fn check_share(
         &self,
         of: Option<&str>,
@@ -412,6 +414,17 @@ impl Daemon {
         }
         if let Some(ready) = model.state.borrow().model() {
             let spec = share.in_blocks(&ready.info);
+            let (floor, pool) = (share.floor_blocks(&ready.info), ready.info.blocks);
+            // One that was given when the pool was larger, or unknown, does not stand in the way of other changes.
+            let kept =
+                of.and_then(|name| self.tenants.get(name)).is_some_and(|t| t.share.floor == share.floor);
+            if floor > u64::from(pool) && !kept {
+                let others = self.others(of, model).map(|tenant| tenant.share.floor_blocks(&ready.info));
+                let (name, sum) = (&model.name, floor + others.sum::<u64>());
+                let message =
+                    format!("the floors of model `{name}` would be {sum} blocks, and its pool has {pool}");
+                return Err(ControlError::new(ErrorCode::FloorsExceedPool, message).remedy(LOWER_A_FLOOR));
+            }
             if spec.ceiling == Blocks::ZERO {
                 let message = format!(
                     "ceiling {} is less than one block of {} bytes",
@@ -429,16 +442,19 @@ impl Daemon {
         }
         let hundredths =
             |amount: Amount| if let Amount::Percent(percent) = amount { percent.hundredths() } else { 0 };
-        let others =
-            self.tenants.values().filter(|t| t.model.id == model.id && of != Some(t.record.name.as_str()));
+        let others = self.others(of, model);
         let sum = hundredths(share.floor) + others.map(|tenant| hundredths(tenant.share.floor)).sum::<u32>();
         if sum > Percent::ALL.hundredths() {
             let sum = f64::from(sum) / 100.0;
             let message = format!("the floors of model `{}` would be {sum}% of its pool", model.name);
-            return Err(ControlError::new(ErrorCode::FloorsExceedPool, message)
-                .remedy("lower this floor or another tenant's; `pagedctl tenant list` shows them"));
+            return Err(ControlError::new(ErrorCode::FloorsExceedPool, message).remedy(LOWER_A_FLOOR));
         }
         Ok(())
+    }
+
+    /// The tenants of a model, without the one of this name.
+    fn others(&self, of: Option<&str>, model: &Model) -> impl Iterator<Item = &Tenant> {
+        self.tenants.values().filter(move |t| t.model.id == model.id && of != Some(t.record.name.as_str()))
     }
 
     async fn remove(&mut self, remove: TenantRemove) -> Result<Removed, ControlError> {

@@ -179,6 +179,15 @@ fn run(
             return;
         }
     };
+    if let Some(asked) = config.max_model_len.filter(|asked| asked.0 > info.max_model_len) {
+        let (model, context) = (config.name.as_str(), info.max_model_len);
+        warn!(
+            model,
+            max_model_len = asked.0,
+            context,
+            "max_model_len is above the model's own context, which is what holds"
+        );
+    }
     // Where nothing comes, the daemon does not start.
     let Ok(Go { cache_key, recorder, seed }) = go.recv() else { return };
     let engine_config = engine_config(&worker);

@@ -17,7 +17,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use pagedd_config::Config;
-use pagedd_core::ModelId;
+use pagedd_core::{ModelId, said};
 use pagedd_journal::checkpoint::{Checkpoint, SavedModel, finish_restore};
 use tracing::{error, info, warn};
 
@@ -129,7 +129,7 @@ async fn take_up(
     reloaded: &mut Reloaded,
 ) -> Result<PathBuf, String> {
     let checkpoint = whole(path).map_err(|error| error.message)?;
-    reloaded.models = start_models(config, around).map_err(|error| format!("{error:#}"))?;
+    reloaded.models = start_models(config, around).map_err(|error| said(error.as_ref()))?;
     let mut here = Vec::new();
     for Started { model, .. } in &reloaded.models {
         let mut state = model.state.clone();

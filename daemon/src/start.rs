@@ -19,7 +19,7 @@ use anyhow::Context;
 use clap::{Parser, Subcommand};
 use pagedd_config::{ComputeDtype, Config, ConfigError, Device, Fsync, KvDtype, LogFormat, Overrides};
 use pagedd_control::{DrainState, Supervisor, Walls};
-use pagedd_core::TenantId;
+use pagedd_core::{TenantId, said};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::identity::Identities;
 use pagedd_host::lock::{GpuLock, LockError, StateLock};
@@ -115,7 +115,7 @@ impl Failure {
 
 impl From<anyhow::Error> for Failure {
     fn from(error: anyhow::Error) -> Self {
-        Self::new(FAILED, format!("{error:#}"))
+        Self::new(FAILED, said(error.as_ref()))
     }
 }
 
@@ -326,12 +326,8 @@ async fn serve(
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
     let kept = lifeline.is_some();
-    let walls = match pagedd_host::walls::detect() {
-        pagedd_host::walls::Walls::Full(_) => {
-            Walls::Reduced { reason: "cgroup limits are not applied yet".to_owned() }
-        }
-        pagedd_host::walls::Walls::Reduced(reason) => Walls::Reduced { reason: reason.to_string() },
-    };
+    // Whatever the host offers.
+    let walls = Walls::Reduced { reason: "cgroup limits are not applied yet".to_owned() };
     let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
     let records = db.tenants().map_err(|e| state_failure(&e))?;
     let known: Vec<TenantId> = records.iter().map(|tenant| tenant.id).collect();
@@ -378,7 +374,7 @@ async fn serve(
         ports.insert(record.id, listener);
     }
     let socket = AdminSocket::bind(&config.admin_socket).map_err(|e| {
-        Failure::new(exit::STATE_DIR, format!("admin socket {}: {e}", config.admin_socket.display()))
+        Failure::new(exit::STATE_DIR, format!("admin_socket {}: {e}", config.admin_socket.display()))
     })?;
     let mut started = std::mem::take(&mut reloaded.models);
     if started.is_empty() {

@@ -36,6 +36,9 @@ use crate::worker::ModelState;
 /// How long an engine may take to answer an admin command: nobody else is obeyed meanwhile.
 pub const ENGINE_ANSWER: Duration = Duration::from_secs(10);
 
+/// What helps where floors do not fit the pool.
+pub const LOWER_A_FLOOR: &str = "lower this floor or another tenant's; `pagedctl tenant list` shows them";
+
 /// A tenant that runs.
 pub struct Tenant {
     /// As control.db has it.
@@ -123,6 +126,13 @@ impl ShareAmounts {
                 .min(Blocks(info.blocks))
         };
         ShareSpec { floor: blocks(self.floor), ceiling: blocks(self.ceiling) }
+    }
+
+    /// Blocks of the floor, also where the pool has fewer.
+    pub fn floor_blocks(self, info: &ModelInfo) -> u64 {
+        let floor =
+            self.floor.in_blocks(Blocks(info.blocks), Bytes(info.block_bytes), Tokens(info.block_size));
+        u64::from(floor.0)
     }
 }
 
@@ -362,7 +372,7 @@ impl Tenant {
         };
         answered.map_err(|_| self.busy())?.map_err(|e| {
             ControlError::new(ErrorCode::FloorsExceedPool, format!("tenant `{}`: {e}", self.record.name))
-                .remedy("lower this floor or another tenant's; `pagedctl tenant list` shows them")
+                .remedy(LOWER_A_FLOOR)
         })
     }
 

@@ -375,6 +375,7 @@ impl Source<'_> {
         };
         let device = device.unwrap_or(Device::Cpu);
         let dtype = dtype.unwrap_or(ComputeDtype::Auto);
+        let max_num_batched_tokens = Tokens(max_num_batched_tokens.map_or(512, |n| n.0));
         let kv_memory = match kv_memory {
             None | Some(Auto::Auto) => KvMemory::Auto,
             Some(Auto::Given(Amount::Percent(percent))) if percent.hundredths() == 0 => {
@@ -405,8 +406,8 @@ impl Source<'_> {
             }),
             kv_memory,
             block_size: Tokens(block_size.map_or(16, |size| size.0)),
-            max_num_seqs: max_num_seqs.map_or(64, |n| n.0),
-            max_num_batched_tokens: Tokens(max_num_batched_tokens.map_or(512, |n| n.0)),
+            max_num_seqs: self.max_num_seqs(&name, max_num_seqs.map(|n| n.0), max_num_batched_tokens)?,
+            max_num_batched_tokens,
             itl_target,
             max_model_len: max_model_len.and_then(Auto::given).map(|n| Tokens(n.0)),
             threads: threads.and_then(Auto::given).and_then(|n| NonZeroU32::new(n.0)),
@@ -421,6 +422,21 @@ impl Source<'_> {
         match against_device(&model) {
             None => Ok(model),
             Some((key, message)) => Err(self.wrong(&["models", model.name.as_str(), key], message)),
+        }
+    }
+
+    /// Each sequence of a step has a token of it at least.
+    fn max_num_seqs(&self, name: &ModelName, given: Option<u32>, step: Tokens) -> Result<u32, ConfigError> {
+        match given {
+            None => Ok(step.0.min(64)),
+            Some(seqs) if seqs <= step.0 => Ok(seqs),
+            Some(seqs) => Err(self.wrong(
+                &["models", name.as_str(), "max_num_seqs"],
+                format!(
+                    "{seqs} is above max_num_batched_tokens, {}: each sequence of a step needs a token of it",
+                    step.0
+                ),
+            )),
         }
     }
 

@@ -1,7 +1,8 @@
 //! Why a configuration does not hold.
 
+use crate::DEFAULT_FILE;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Why a configuration does not hold. Every one prints as one line.
 #[derive(Debug, thiserror::Error)]
@@ -41,12 +42,21 @@ pub enum ConfigError {
         message: String,
     },
     /// Something needs a model, and none is configured.
-    #[error(
-        "{}: no model is configured; add one: `models: {{ smollm2: {{ path: /path/to/model.gguf }} }}`",
-        file.as_ref().map_or_else(|| "(defaults)".to_owned(), |file| file.display().to_string())
-    )]
+    #[error("{}", no_model(file.as_deref()))]
     NoModel {
         /// The file; `None` where the defaults are in use.
         file: Option<PathBuf>,
     },
+}
+
+fn no_model(file: Option<&Path>) -> String {
+    match file {
+        Some(file) => format!(
+            "{}: no model is configured; add one: `models: {{ smollm2: {{ path: /path/to/model.gguf }} }}`",
+            file.display()
+        ),
+        None => {
+            format!("there is no configuration: write {DEFAULT_FILE}, or name a file with --config")
+        }
+    }
 }

@@ -64,7 +64,7 @@ section!(
         kv_memory: Auto<Amount>,
         block_size: BlockSize,
         max_num_seqs: Ranged<1, 4_096>,
-        max_num_batched_tokens: Ranged<1, 1_048_576>,
+        max_num_batched_tokens: Ranged<1, { pagedd_core::MOST_STEP_TOKENS }>,
         itl_target: Maybe<Span>,
         max_model_len: Auto<Ranged<1, 16_777_216>>,
         threads: Auto<Ranged<1, 1_024>>,

@@ -63,6 +63,26 @@ fn a_model_with_a_path_only_has_the_documented_defaults() {
 }
 
 #[test]
+fn where_no_number_of_sequences_is_given_a_step_has_a_token_for_each() {
+    let seqs = |options: &str| {
+        let text = format!("models: {{ m: {{ path: /proc/self/exe{options} }} }}");
+        parse(&text).unwrap().models[0].max_num_seqs
+    };
+    assert_eq!(seqs(", max_num_batched_tokens: 16"), 16);
+    assert_eq!(seqs(", max_num_batched_tokens: 65536"), 64);
+    assert_eq!(seqs(", max_num_seqs: 512"), 512);
+}
+
+#[test]
+fn no_configuration_at_all_is_told_with_the_file_that_is_looked_for_and_the_option() {
+    let error = Config::load_with(None, &Overrides::default()).unwrap().require_models().unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "there is no configuration: write /etc/pagedd/pagedd.yaml, or name a file with --config"
+    );
+}
+
+#[test]
 fn every_setting_is_read_and_models_keep_the_files_order() {
     let dir = with_model();
     let path = dir.path().join("m.gguf");
@@ -235,7 +255,19 @@ const REFUSALS: &[(&str, &str)] = &[
     ),
     (
         "models: { m: { max_num_batched_tokens: 0 } }\n",
-        "1:40: models.m.max_num_batched_tokens: `0` is no whole number from 1 to 1048576",
+        "1:40: models.m.max_num_batched_tokens: `0` is no whole number from 1 to 65536",
+    ),
+    (
+        "models: { m: { max_num_batched_tokens: 65537 } }\n",
+        "1:40: models.m.max_num_batched_tokens: `65537` is no whole number from 1 to 65536",
+    ),
+    (
+        "models: { m: { path: /proc/self/exe, max_num_batched_tokens: 16, max_num_seqs: 17 } }\n",
+        "1:80: models.m.max_num_seqs: 17 is above max_num_batched_tokens, 16: each sequence of a step needs a token of it",
+    ),
+    (
+        "models: { m: { path: /proc/self/exe, max_num_seqs: 513 } }\n",
+        "1:52: models.m.max_num_seqs: 513 is above max_num_batched_tokens, 512: each sequence of a step needs a token of it",
     ),
     (
         "models: { m: { itl_target: soon } }\n",

@@ -1,10 +1,12 @@
-//! Words shared by every crate: ids, units, sampling parameters, finish reasons.
+//! Words shared by every crate: ids, units, sampling parameters, finish reasons; bounds that several keep; errors as text.
 //!
-//! **Owns** no behaviour and no state. **Never** depends on another crate of the workspace, serialises, or reads a clock.
+//! **Owns** no state. **Never** depends on another crate of the workspace, serialises, or reads a clock.
 
 mod cost;
 mod finish;
 mod ids;
+mod limits;
+mod said;
 mod sampling;
 mod tensor;
 mod units;
@@ -12,6 +14,8 @@ mod units;
 pub use cost::StepCost;
 pub use finish::FinishReason;
 pub use ids::{BlockId, ModelId, ParseRequestIdError, PlanId, RequestId, SequenceId, TenantId, TokenId};
+pub use limits::MOST_STEP_TOKENS;
+pub use said::said;
 pub use sampling::{Penalties, SamplingParams};
 pub use tensor::TensorType;
 pub use units::{Blocks, Bytes, Tokens};

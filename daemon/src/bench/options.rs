@@ -10,7 +10,7 @@ use std::str::FromStr;
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Subcommand, ValueEnum, value_parser};
 use pagedd_config::{Config, ConfigError, Model, Overrides};
-use pagedd_core::Tokens;
+use pagedd_core::{MOST_STEP_TOKENS, Tokens};
 
 /// The command's options.
 #[derive(Args, Debug)]
@@ -66,6 +66,11 @@ impl Case {
             Self::Latency(case) => case.batch.iter().copied().max().unwrap_or(1),
             Self::Prefix(case) => case.requests,
         }
+    }
+
+    /// Tokens of a step, the most of all rows, or the default where nobody says.
+    fn budget(&self) -> u32 {
+        self.run().budget.iter().copied().max().unwrap_or(512)
     }
 
     /// Sequences that run at a time where nobody says how many may.
@@ -157,7 +162,7 @@ fn count(most: u32) -> RangedI64ValueParser<u32> {
 #[command(next_help_heading = "How")]
 pub struct RunOptions {
     /// Most tokens of a step, a row for each of these [default: the model's `max_num_batched_tokens`]
-    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = count(1_048_576))]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = count(MOST_STEP_TOKENS))]
     pub budget: Vec<u32>,
     /// Whether prompts reuse what is computed of earlier ones [default: as the model is configured, `on` with --path]
     #[arg(long, value_name = "on|off", hide_possible_values = true)]
@@ -291,7 +296,7 @@ impl Case {
         let options = self.model();
         let mut config = match &options.config {
             Some(file) => Config::load(file).map_err(|error| error.to_string())?,
-            None => Config::parse(None, &options.yaml(self.seats()), &Overrides::default())
+            None => Config::parse(None, &options.yaml(self.seats(), self.budget()), &Overrides::default())
                 .map_err(|error| by_option(&error))?,
         };
         let model = chosen(&mut config, options.model.as_deref())?;
@@ -332,9 +337,12 @@ fn chosen<'a>(config: &'a mut Config, name: Option<&str>) -> Result<&'a mut Mode
 
 impl ModelOptions {
     /// What was typed, as a configuration file has it.
-    fn yaml(&self, seats: u32) -> String {
+    fn yaml(&self, seats: u32, budget: u32) -> String {
+        // A step has a token for each sequence at least.
+        let given = self.max_num_seqs.as_ref().and_then(|seats| seats.parse().ok());
+        let budget = budget.max(given.unwrap_or(seats)).to_string();
         let seats = seats.to_string();
-        let keys: [(&str, Option<&str>); 11] = [
+        let keys: [(&str, Option<&str>); 12] = [
             ("path", self.path.as_deref()),
             ("device", self.device.as_deref()),
             ("dtype", self.dtype.as_deref()),
@@ -342,6 +350,7 @@ impl ModelOptions {
             ("kv_memory", self.kv_memory.as_deref()),
             ("block_size", self.block_size.as_deref()),
             ("max_num_seqs", self.max_num_seqs.as_deref().or(Some(&seats))),
+            ("max_num_batched_tokens", Some(&budget)),
             ("itl_target", self.itl_target.as_deref().or(Some("none"))),
             ("max_model_len", self.max_model_len.as_deref()),
             ("deterministic", self.deterministic.as_deref()),

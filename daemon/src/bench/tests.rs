@@ -54,6 +54,11 @@ fn as_many_sequences_run_as_there_are_requests_up_to_a_bound() {
     assert_eq!(seats("throughput"), 256);
     assert_eq!(seats("throughput --requests 4"), 4);
     assert_eq!(seats("prefix --requests 4000 --max-num-seqs 1024"), 1024);
+    let budget =
+        |line: &str| model(&format!("{line} --path {FILE}")).expect("it holds").max_num_batched_tokens.0;
+    assert_eq!(budget("latency --batch 1,600"), 600, "a step has a token for each");
+    assert_eq!(budget("latency --batch 1,600 --budget 1024,2048"), 2048);
+    assert_eq!(budget("throughput"), 512);
     let model = model(&format!("throughput --requests 5000 --path {FILE}")).expect("it holds");
     assert_eq!(model.max_queued_requests, 5000, "all of them may wait");
 }

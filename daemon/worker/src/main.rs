@@ -67,7 +67,7 @@ fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!(error = format!("{error:#}"), "worker ends");
+            tracing::error!(error = pagedd_core::said(error.as_ref()), "worker ends");
             ExitCode::FAILURE
         }
     }

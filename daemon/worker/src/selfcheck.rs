@@ -66,6 +66,8 @@ fn fail(error: &pagedd_kernels::cuda::CudaError, code: u8) -> ExitCode {
 /// Says that there is nothing to check.
 #[cfg(not(feature = "cuda"))]
 pub fn run(_: Options) -> ExitCode {
-    eprintln!("pagedd-worker selfcheck: this program was built without GPU support (feature cuda)");
+    eprintln!(
+        "pagedd-worker selfcheck: this program was built without GPU support; build it with `make build-gpu`"
+    );
     ExitCode::from(NO_GPU)
 }

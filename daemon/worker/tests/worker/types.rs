@@ -1,6 +1,6 @@
 //! Every element type and family loads and computes what its numbers say.
 
-use pagedd_core::{SamplingParams, TensorType};
+use pagedd_core::{MOST_STEP_TOKENS, SamplingParams, TensorType};
 use pagedd_model::testing::{TinyModel, write_directory, write_gguf};
 use pagedd_model::{Architecture, RopeScaling};
 use pagedd_wire::worker::{Dtype, Hello, KvDtype, KvMemory, Sampled};
@@ -126,6 +126,16 @@ fn settings_that_cannot_be_met_are_refused_with_the_numbers() {
     let (text, retry) = refused(&Hello { kv_memory: KvMemory::Bytes(1 << 60), ..base });
     assert!(text.starts_with("kv_memory of 1152921504606846976 bytes is more than the "), "{text}");
     assert!(retry);
+}
+
+#[test]
+fn a_step_is_as_large_as_a_configuration_may_ask_for_and_no_larger() {
+    let (_dir, path) = tiny(&TinyModel::default());
+    let base = hello(&path, Dtype::Auto);
+    load(&Hello { max_num_batched_tokens: MOST_STEP_TOKENS, ..base.clone() });
+    let above = MOST_STEP_TOKENS + 1;
+    let (text, _) = refused(&Hello { max_num_batched_tokens: above, ..base });
+    assert_eq!(text, format!("max_num_batched_tokens: {above}: it must lie in [1, {MOST_STEP_TOKENS}]"));
 }
 
 #[test]
