@@ -19,7 +19,6 @@ mod pidfd;
 mod process;
 pub mod shared;
 pub mod threads;
-pub mod walls;
 
 pub use confine::{Identity, Sandbox, Step};
 pub use fork::{Confinement, ForkError, Forked, fork_confined, reap};
