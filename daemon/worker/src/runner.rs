@@ -101,7 +101,7 @@ pub trait Compute: fmt::Debug + Send {
     /// Forgets steps that were submitted and not collected.
     fn forget(&mut self);
 
-    /// Copies blocks, computes the rows, and makes the draws of [`pending`], or has all that begun: whether it is done.
+    /// Copies blocks, computes the rows, and makes the draws of `pending`, or has all that begun: whether it is done.
     ///
     /// What is not done is to be collected before the next but one is submitted. Only where the one before is not done has the batch unknown
     /// tokens.

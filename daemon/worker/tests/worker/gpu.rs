@@ -192,6 +192,25 @@ fn a_row_of_a_gpu_whose_numbers_break_fails_alone_and_so_does_what_builds_on_its
 }
 
 #[test]
+fn a_gpu_tells_the_gap_before_each_step_and_what_recorded_steps_take() {
+    let mut runner = load(&gpu());
+    let mut driver = Driver::new(&runner);
+    driver.seqs.push(Seq::new(1, &prompts()[0].1, 8));
+    let mut told = Vec::new();
+    while let Some(plan) = driver.plan() {
+        let output = runner.run(&plan).unwrap();
+        told.push(output.device.unwrap());
+        driver.apply(&plan, &output);
+    }
+    assert_eq!(told[0].idle_us, None, "nothing ran before the first step");
+    assert!(told[1..].iter().all(|step| step.idle_us.is_some()), "{told:?}");
+    // The prompt, a token as it comes, and from then on the same recorded step.
+    assert_eq!(told.iter().map(|step| step.graphs).collect::<Vec<_>>(), [0, 0, 1, 1, 1, 1, 1, 1]);
+    let last = told[7];
+    assert!(last.graphs_us > 0 && last.beside_bytes > last.graphs_bytes, "{last:?}");
+}
+
+#[test]
 fn what_a_gpu_does_not_keep_is_refused_with_the_key_named() {
     let refused = |hello: &Hello| {
         let error = ModelRunner::load(hello, Fds::default(), &mut |_| true).unwrap_err();
