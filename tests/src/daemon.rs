@@ -100,8 +100,16 @@ impl Site {
     pub fn new(yaml: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
         let (points, arguments) = (None, Vec::new());
-        let site =
-            Self { folder, programs: None, disk: None, points, by_start: false, depth: None, arguments, sink: None };
+        let site = Self {
+            folder,
+            programs: None,
+            disk: None,
+            points,
+            by_start: false,
+            depth: None,
+            arguments,
+            sink: None,
+        };
         site.configure(yaml);
         site
     }

@@ -43,7 +43,10 @@ fn main() -> ExitCode {
         }
     };
     // A log that cannot be written is no reason to end: the library would say so on the same stderr, and panic.
-    let logger = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter).with_writer(std::io::stderr);
+    let logger = tracing_subscriber::fmt()
+        .log_internal_errors(false)
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
     match log_format {
         Format::Text => logger.with_ansi(false).init(),
         Format::Json => logger.json().init(),
