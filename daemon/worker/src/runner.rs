@@ -185,7 +185,7 @@ impl ModelRunner {
     /// [`LoadError`], with the tensor, key or setting named.
     pub fn load(hello: &Hello, fds: Fds, progress: &mut dyn FnMut(u32) -> bool) -> Result<Self, LoadError> {
         check_settings(hello)?;
-        let Loaded { model, info } = match hello.device {
+        let loaded = match hello.device {
             Device::Cpu => cpu::load(hello, fds, progress)?,
             #[cfg(feature = "cuda")]
             Device::Cuda { ordinal } => gpu::load(hello, ordinal, fds, progress)?,
@@ -195,6 +195,12 @@ impl ModelRunner {
                 return Err(LoadError::Setting { key: "device", problem });
             }
         };
+        Ok(Self::new(hello, loaded))
+    }
+
+    /// Of a model that was loaded as `hello` says. What its steps take is measured where `hello` asks for it.
+    pub fn new(hello: &Hello, loaded: Loaded) -> Self {
+        let Loaded { model, info } = loaded;
         let limits = limits(hello, &info);
         let (room, longest) =
             (u64::from(info.blocks) * u64::from(info.block_size), u64::from(info.max_model_len));
@@ -212,7 +218,7 @@ impl ModelRunner {
             Some(_) | None if hello.measure => runner.measure(),
             Some(_) | None => {}
         }
-        Ok(runner)
+        runner
     }
 
     /// Measures what steps take, on a KV arena that is there only meanwhile. Nothing depends on it: where it fails, steps are planned as if
