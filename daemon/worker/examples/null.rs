@@ -99,7 +99,8 @@ fn load(hello: &Hello, _: Fds, _: &mut dyn FnMut(u32) -> bool) -> Result<ModelRu
     let KvMemory::Tokens(tokens) = hello.kv_memory else {
         return Err(LoadError::Setting { key: "kv_memory", problem: "give it in tokens".to_owned() });
     };
-    let arena = |kind| Arena::create(Header { kind, data_bytes: 4096, identity: [7; 32] }).and_then(Arena::complete);
+    let arena =
+        |kind| Arena::create(Header { kind, data_bytes: 4096, identity: [7; 32] }).and_then(Arena::complete);
     let (weights, kv) = (arena(Kind::Weights)?, arena(Kind::Kv)?);
     let info = ModelInfo {
         architecture: "null".to_owned(),

@@ -380,18 +380,23 @@ impl ModelRunner {
             output.failed.extend(who(row).iter().map(|&seq| (seq, lost.to_owned())));
         }
         let mut drawn = drawn.into_iter();
+        output.sampled.reserve(drawn.len());
+        // In the order of tokens, as the rows are.
+        let mut unknown = batch.unknown.iter().peekable();
         for row in &batch.rows {
             let guesses = &batch.tokens[row.tokens.end - row.drafts..row.tokens.end];
-            let computed = batch
-                .unknown
-                .iter()
-                .filter(|unknown| row.tokens.contains(&unknown.token))
-                .all(|unknown| self.sequences.drawn(unknown.plan, unknown.seq) != Some(Draw::Failed));
+            let mut computed = true;
+            while let Some(input) = unknown.next_if(|unknown| unknown.token < row.tokens.end) {
+                computed &= self.sequences.drawn(input.plan, input.seq) != Some(Draw::Failed);
+            }
             for &seq in &row.samples {
-                let drawn: Vec<_> = drawn.by_ref().take(1 + row.drafts).collect();
+                let mut own = drawn.by_ref().take(1 + row.drafts);
                 if computed {
-                    self.take(plan, seq, guesses, drawn, &mut output);
-                } else {
+                    self.take(plan, seq, guesses, &mut own, &mut output);
+                }
+                // What lies behind a wrong guess is nobody's.
+                own.for_each(drop);
+                if !computed {
                     self.sequences.record(plan, seq, Draw::Failed);
                     output.failed.push((seq, lost.to_owned()));
                 }
@@ -415,12 +420,12 @@ impl ModelRunner {
         plan: u64,
         seq: u64,
         guesses: &[u32],
-        drawn: Vec<Result<Sampled, String>>,
+        drawn: &mut dyn Iterator<Item = Result<Sampled, String>>,
         output: &mut Output,
     ) {
         let nameable = guesses.is_empty();
         let mut guesses = guesses.iter();
-        for (number, drawn) in drawn.into_iter().enumerate() {
+        for (number, drawn) in drawn.enumerate() {
             let draw = match drawn {
                 Ok(sampled) => {
                     let token = sampled.token;
@@ -474,7 +479,8 @@ pub struct Pendings {
 impl Pendings {
     /// Of a batch that was applied.
     pub fn new(batch: &Batch, sequences: &Sequences) -> Self {
-        let Self { mut wanted, mut draws } = Self::default();
+        let (mut wanted, mut draws) =
+            (Vec::with_capacity(batch.rows.len()), Vec::with_capacity(batch.rows.len()));
         for row in batch.rows.iter().filter(|row| !row.samples.is_empty()) {
             for &seq in &row.samples {
                 if let Some(sequence) = sequences.get(seq) {
