@@ -209,6 +209,9 @@ impl Scheduler {
         let copy = progress.table.needs_copy(start / self.config.block_size.0 as usize, &self.pool);
         let wanted =
             self.blocks_for(start + n).0.saturating_sub(progress.table.len() as u32) + u32::from(copy);
+        if wanted == 0 {
+            return Secured::Blocks(Vec::new());
+        }
         let mut place = progress.table.next_place(Blocks(wanted));
         let mut leases = Vec::with_capacity(wanted as usize);
         while (leases.len() as u32) < wanted {
