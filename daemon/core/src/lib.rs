@@ -1,4 +1,4 @@
-//! Words shared by every crate: ids, units, sampling parameters, finish reasons.
+//! Words shared by every crate: ids, units, sampling parameters, finish reasons; and lists and maps made for them.
 //!
 //! **Owns** no behaviour and no state. **Never** depends on another crate of the workspace, serialises, or reads a clock.
 

@@ -32,6 +32,7 @@ fn place(id: SequenceId) -> (u64, usize) {
     (id.0 / PAGE, (id.0 % PAGE) as usize)
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "it is asked as the maps beside it are")]
 impl SequenceTable {
     pub fn get(&self, id: &SequenceId) -> Option<&Sequence> {
         let (page, slot) = place(*id);

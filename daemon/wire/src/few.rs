@@ -34,3 +34,27 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for Elements<T> {
         Ok(Few::Many(all))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{FrameBuffer, encode};
+
+    #[derive(PartialEq, Debug, serde::Serialize, serde::Deserialize)]
+    struct Of(#[serde(with = "super")] Few<u64>);
+
+    #[test]
+    fn it_travels_as_the_list_that_it_is() {
+        for count in 0..4_u64 {
+            let all: Vec<u64> = (7..7 + count).collect();
+            let few = Of(all.iter().copied().collect());
+            let bytes = encode(&few).unwrap();
+            assert_eq!(bytes, encode(&all).unwrap());
+            let mut buffer = FrameBuffer::new();
+            buffer.push(&bytes);
+            let got: Of = buffer.next_frame().unwrap().unwrap();
+            assert_eq!(got, few);
+            assert_eq!(matches!(got.0, Few::One(_)), count == 1);
+        }
+    }
+}

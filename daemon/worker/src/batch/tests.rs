@@ -1,3 +1,5 @@
+use std::collections::HashSet;
+
 use pagedd_core::SamplingParams;
 use pagedd_wire::worker::{Begin, TableUpdate};
 use proptest::prelude::*;
