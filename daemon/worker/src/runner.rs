@@ -190,7 +190,7 @@ impl ModelRunner {
     /// [`LoadError`], with the tensor, key or setting named.
     pub fn load(hello: &Hello, fds: Fds, progress: &mut dyn FnMut(u32) -> bool) -> Result<Self, LoadError> {
         check_settings(hello)?;
-        let Loaded { model, info } = match hello.device {
+        let loaded = match hello.device {
             Device::Cpu => cpu::load(hello, fds, progress)?,
             #[cfg(feature = "cuda")]
             Device::Cuda { ordinal } => gpu::load(hello, ordinal, fds, progress)?,
@@ -200,6 +200,12 @@ impl ModelRunner {
                 return Err(LoadError::Setting { key: "device", problem });
             }
         };
+        Ok(Self::new(hello, loaded))
+    }
+
+    /// Of a model that was loaded as `hello` says. What its steps take is measured where `hello` asks for it.
+    pub fn new(hello: &Hello, loaded: Loaded) -> Self {
+        let Loaded { model, info } = loaded;
         let limits = limits(hello, &info);
         let (room, longest) =
             (u64::from(info.blocks) * u64::from(info.block_size), u64::from(info.max_model_len));
@@ -217,7 +223,7 @@ impl ModelRunner {
             Some(_) | None if hello.measure => runner.measure(),
             Some(_) | None => {}
         }
-        Ok(runner)
+        runner
     }
 
     /// Measures what steps take, on a KV arena that is there only meanwhile. Nothing depends on it: where it fails, steps are planned as if
@@ -379,18 +385,23 @@ impl ModelRunner {
             output.failed.extend(who(row).iter().map(|&seq| (seq, lost.to_owned())));
         }
         let mut drawn = drawn.into_iter();
+        output.sampled.reserve(drawn.len());
+        // In the order of tokens, as the rows are.
+        let mut unknown = batch.unknown.iter().peekable();
         for row in &batch.rows {
             let guesses = &batch.tokens[row.tokens.end - row.drafts..row.tokens.end];
-            let computed = batch
-                .unknown
-                .iter()
-                .filter(|unknown| row.tokens.contains(&unknown.token))
-                .all(|unknown| self.sequences.drawn(unknown.plan, unknown.seq) != Some(Draw::Failed));
+            let mut computed = true;
+            while let Some(input) = unknown.next_if(|unknown| unknown.token < row.tokens.end) {
+                computed &= self.sequences.drawn(input.plan, input.seq) != Some(Draw::Failed);
+            }
             for &seq in &row.samples {
-                let drawn: Vec<_> = drawn.by_ref().take(1 + row.drafts).collect();
+                let mut own = drawn.by_ref().take(1 + row.drafts);
                 if computed {
-                    self.take(plan, seq, guesses, drawn, &mut output);
-                } else {
+                    self.take(plan, seq, guesses, &mut own, &mut output);
+                }
+                // What lies behind a wrong guess is nobody's.
+                own.for_each(drop);
+                if !computed {
                     self.sequences.record(plan, seq, Draw::Failed);
                     output.failed.push((seq, lost.to_owned()));
                 }
@@ -415,12 +426,12 @@ impl ModelRunner {
         plan: u64,
         seq: u64,
         guesses: &[u32],
-        drawn: Vec<Result<Sampled, String>>,
+        drawn: &mut dyn Iterator<Item = Result<Sampled, String>>,
         output: &mut Output,
     ) {
         let nameable = guesses.is_empty();
         let mut guesses = guesses.iter();
-        for (number, drawn) in drawn.into_iter().enumerate() {
+        for (number, drawn) in drawn.enumerate() {
             let draw = match drawn {
                 Ok(sampled) => {
                     let token = sampled.token;
@@ -474,7 +485,8 @@ pub struct Pendings {
 impl Pendings {
     /// Of a batch that was applied.
     pub fn new(batch: &Batch, sequences: &Sequences) -> Self {
-        let Self { mut wanted, mut draws } = Self::default();
+        let (mut wanted, mut draws) =
+            (Vec::with_capacity(batch.rows.len()), Vec::with_capacity(batch.rows.len()));
         for row in batch.rows.iter().filter(|row| !row.samples.is_empty()) {
             for &seq in &row.samples {
                 if let Some(sequence) = sequences.get(seq) {
