@@ -3,19 +3,22 @@
 //! **Owns** no behaviour and no state. **Never** depends on another crate of the workspace, serialises, or reads a clock.
 
 mod cost;
-mod few;
 mod finish;
-mod hash;
 mod ids;
 mod sampling;
 mod tensor;
 mod units;
 
 pub use cost::StepCost;
-pub use few::Few;
 pub use finish::FinishReason;
-pub use hash::{NumberHasher, NumberMap};
 pub use ids::{BlockId, ModelId, ParseRequestIdError, PlanId, RequestId, SequenceId, TenantId, TokenId};
 pub use sampling::{Penalties, SamplingParams};
 pub use tensor::TensorType;
 pub use units::{Blocks, Bytes, Tokens};
+
+/// A list that has one element as a rule, which lies in the value itself: steps have a row for each of hundreds of sequences, and nearly all of
+/// them one input and one draw.
+pub type Few<T> = smallvec::SmallVec<[T; 1]>;
+
+/// A map by numbers that this program gave out itself: whoever could choose them could make it slow.
+pub type NumberMap<K, V> = rustc_hash::FxHashMap<K, V>;

@@ -8,7 +8,6 @@
 //! - [`template`]: daemon ⇄ a model's template process, over a blocking [`Channel`] that also carries sockets.
 
 mod channel;
-mod few;
 mod frame;
 pub mod gateway;
 pub mod template;

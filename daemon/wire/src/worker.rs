@@ -229,13 +229,11 @@ pub struct Row {
     /// First position computed; everything before it is in KV already.
     pub start: u32,
     /// Tokens at the row's positions; never empty.
-    #[serde(with = "crate::few")]
     pub inputs: Few<Input>,
     /// Change of the block table, made before the row computes.
     pub table: TableUpdate,
     /// What to draw from the logits of the row's last position before its guesses: nothing for a chunk that does not end the
     /// prompt, one sequence as a rule, all choices of a request at the end of its prompt. Each names a sequence that was begun.
-    #[serde(with = "crate::few")]
     pub samples: Few<u64>,
     /// How many of the inputs, the last ones, are guesses of what `seq` draws; fewer than there are inputs. It draws behind the
     /// input before the first guess, and behind each guess as long as the draw before it was that guess. Such a row's samples are

@@ -390,7 +390,7 @@ fn check_drafts(row: &Row) -> Result<(), PlanError> {
     let Row { seq, drafts, ref inputs, ref samples, .. } = *row;
     let certain = inputs.len().checked_sub(drafts as usize).filter(|certain| *certain > 0);
     let known = |certain: usize| inputs[certain..].iter().all(|input| matches!(input, Input::Known(_)));
-    if drafts == 0 || (*samples == [seq] && certain.is_some_and(known)) {
+    if drafts == 0 || (**samples == [seq] && certain.is_some_and(known)) {
         return Ok(());
     }
     Err(PlanError::NoGuess { seq, drafts, inputs: inputs.len() })

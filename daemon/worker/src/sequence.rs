@@ -4,7 +4,6 @@
 //! and [`Sequences::resync`] replaces it.
 
 use std::collections::BTreeMap;
-use std::hash::BuildHasherDefault;
 
 use pagedd_core::{BlockId, NumberMap, SamplingParams};
 use pagedd_wire::worker::{Begin, SequenceState};
@@ -149,7 +148,11 @@ impl Sequences {
 
     /// `seq` drew in `plan`.
     pub fn record(&mut self, plan: u64, seq: u64, draw: Draw) {
-        let room = || NumberMap::with_capacity_and_hasher(self.live.len(), BuildHasherDefault::default());
+        let room = || {
+            let mut room = NumberMap::default();
+            room.reserve(self.live.len());
+            room
+        };
         self.drawn.entry(plan).or_insert_with(room).insert(seq, draw);
     }
 
