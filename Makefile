@@ -87,6 +87,14 @@ bench-journal: build model ## What the journal costs: per step at 256 rows, and 
 	CARGO_TARGET_DIR=$(CURDIR)/target/points cargo build --locked --release $(POINTS) --workspace --bins
 	@python3 scripts/bench/cpu.py --only journal --no-peer --points $(CURDIR)/target/points/release $(ARGS)
 
+.PHONY: bench-step
+bench-step: tools ## What a step costs the processor beside the computing: engine and a worker that computes nothing, 256 rows (ARGS: of pagedd bench latency)
+	cargo build --locked --release --package pagedd --bin pagedd
+	cargo build --locked --release --package pagedd-worker --example null
+	@folder=$$(mktemp -d) && trap "rm -r $$folder" EXIT && cp target/release/pagedd $$folder && \
+	cp target/release/examples/null $$folder/pagedd-worker && touch $$folder/pagedd-gateway && chmod +x $$folder/pagedd-gateway && \
+	$$folder/pagedd bench latency --path synthetic:llama-3-8b --device cuda:0 --kv-memory "1000000 tokens" --budget 8192 --batch 256 --output-len 512 $(ARGS)
+
 .PHONY: bench-crash
 bench-crash: build model ## How long clients wait when a worker or the daemon dies (ARGS: of tests/examples/gaps.rs)
 	cargo run --locked --release --package pagedd-tests --example gaps -- $(ARGS)

@@ -1,11 +1,13 @@
 //! What tenants' clients see: answers of the real model, each tenant's on its own port.
 
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
 use pagedd_tests::daemon::{Site, Tenant, free_ports, model_yaml, smollm2_f32_yaml, smollm2_yaml};
 use pagedd_tests::http::{Client, Event, whole_text};
 use pagedd_tests::model::{reference, references, smollm2};
+use pagedd_tests::process::kill_descendant;
 use pagedd_tests::wait;
 use serde_json::{Value, json};
 
@@ -357,4 +359,20 @@ fn metrics_have_the_names_that_dashboards_ask_for() {
     let of_tenant = acme.http.get("/metrics").text();
     assert!(of_tenant.contains("pagedd_") && of_tenant.contains("vllm:"), "{of_tenant}");
     assert!(!of_tenant.contains("globex"), "{of_tenant}");
+}
+
+#[test]
+fn a_log_that_cannot_be_written_ends_no_process() {
+    let daemon = Site::new(&smollm2_yaml()).with_log_to(Path::new("/dev/full")).start();
+    let processes = |name: &str| -> Vec<u32> {
+        daemon.processes().iter().filter(|p| p.name == name).map(|p| p.pid).collect()
+    };
+    let acme = daemon.add_tenant("acme", "0%", "100%");
+    let text = acme.complete("Once upon a time", 8);
+    let (daemons, gateways) = (processes("pagedd"), processes("gw:acme"));
+    // Its death and the next one's start have lines in the log of each process around it.
+    kill_descendant(daemon.root(), processes("pagedd-worker")[0]);
+    assert_eq!(acme.complete("Once upon a time", 8), text);
+    assert_eq!((processes("pagedd"), processes("gw:acme")), (daemons, gateways));
+    daemon.stop();
 }

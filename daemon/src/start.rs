@@ -256,7 +256,11 @@ fn state_failure(error: &DbError) -> Failure {
 /// Logs to stderr, as configured.
 pub fn start_log(config: &Config) {
     let filter = EnvFilter::try_new(config.log.level.to_string()).unwrap_or_else(|_| EnvFilter::new("info"));
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // A log that cannot be written is no reason to end: the library would say so on the same stderr, and panic.
+    let builder = tracing_subscriber::fmt()
+        .log_internal_errors(false)
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
     match config.log.format {
         LogFormat::Text => builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).init(),
         LogFormat::Json => builder.json().init(),

@@ -86,6 +86,29 @@ extern "C" __global__ void copy_blocks(const __grid_constant__ CopyArgs a) {
     for (unsigned pack = threadIdx.x; pack < copy.tokens * a.token_packs; pack += blockDim.x) to[pack] = from[pack];
 }
 
+// A piece of a host's buffer and the place that it goes to.
+struct Piece {
+    uint8_t* to;
+    uint32_t first; // 16-byte packs before it in the buffer
+    uint32_t words; // its length, of 4 bytes
+};
+
+struct ScatterArgs {
+    const uint8_t* from;
+    Piece pieces[12]; // [grid.y]
+};
+
+// Reads the host's memory itself: one launch in the place of a copy for each piece.
+extern "C" __global__ void scatter(const __grid_constant__ ScatterArgs a) {
+    const Piece piece = a.pieces[blockIdx.y];
+    const uint4* from = reinterpret_cast<const uint4*>(a.from) + piece.first;
+    uint4* to = reinterpret_cast<uint4*>(piece.to);
+    const unsigned packs = piece.words / 4, step = gridDim.x * blockDim.x, at = blockIdx.x * blockDim.x + threadIdx.x;
+    for (unsigned pack = at; pack < packs; pack += step) to[pack] = from[pack];
+    const unsigned word = packs * 4 + at;
+    if (word < piece.words) reinterpret_cast<uint32_t*>(to)[word] = reinterpret_cast<const uint32_t*>(from)[word];
+}
+
 struct FillArgs {
     void* out;
     uint64_t packs;  // elements / 8

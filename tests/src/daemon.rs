@@ -91,6 +91,8 @@ pub struct Site {
     depth: Option<usize>,
     /// Further arguments of the daemon's command line.
     arguments: Vec<String>,
+    /// What the daemon has in the place of a log.
+    sink: Option<PathBuf>,
 }
 
 impl Site {
@@ -98,8 +100,16 @@ impl Site {
     pub fn new(yaml: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("pagedd-").tempdir().expect("a temporary directory");
         let (points, arguments) = (None, Vec::new());
-        let site =
-            Self { folder, programs: None, disk: None, points, by_start: false, depth: None, arguments };
+        let site = Self {
+            folder,
+            programs: None,
+            disk: None,
+            points,
+            by_start: false,
+            depth: None,
+            arguments,
+            sink: None,
+        };
         site.configure(yaml);
         site
     }
@@ -135,6 +145,13 @@ impl Site {
     #[must_use]
     pub fn with_depth(mut self, depth: usize) -> Self {
         self.depth = Some(depth);
+        self
+    }
+
+    /// Has the daemon write its log there; there is none to read then.
+    #[must_use]
+    pub fn with_log_to(mut self, path: &Path) -> Self {
+        self.sink = Some(path.to_path_buf());
         self
     }
 
@@ -276,7 +293,8 @@ impl Site {
     /// Starts a daemon; returns at once.
     #[track_caller]
     pub fn spawn(self) -> Daemon {
-        let log = OpenOptions::new().create(true).append(true).open(self.log()).expect("the log");
+        let path = self.sink.clone().unwrap_or_else(|| self.log());
+        let log = OpenOptions::new().create(true).append(true).open(path).expect("the log");
         let errors: File = log.try_clone().expect("the log");
         let child = self.command().stdout(log).stderr(errors).spawn().expect("start pagedd");
         Daemon { site: Some(self), child }

@@ -1,5 +1,6 @@
 //! Ids as newtypes. Clients' own ids are echoed to them and never used as keys.
 
+use std::cmp::Ordering;
 use std::fmt;
 use std::str::FromStr;
 
@@ -45,8 +46,21 @@ id!(
 /// A request: 128 random bits, drawn by the daemon at admission.
 ///
 /// Knowing one does not give access to it: only the key that made the request may read it.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RequestId(pub [u8; 16]);
+
+/// The order of the bytes, in one comparison: maps by request are asked for every token.
+impl Ord for RequestId {
+    fn cmp(&self, other: &Self) -> Ordering {
+        u128::from_be_bytes(self.0).cmp(&u128::from_be_bytes(other.0))
+    }
+}
+
+impl PartialOrd for RequestId {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
 
 impl fmt::Display for RequestId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

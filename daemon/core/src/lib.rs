@@ -1,4 +1,4 @@
-//! Words shared by every crate: ids, units, sampling parameters, finish reasons; bounds that several keep; errors as text.
+//! Words shared by every crate: ids, units, sampling parameters, finish reasons; bounds that several keep; errors as text; lists and maps.
 //!
 //! **Owns** no state. **Never** depends on another crate of the workspace, serialises, or reads a clock.
 
@@ -19,3 +19,10 @@ pub use said::said;
 pub use sampling::{Penalties, SamplingParams};
 pub use tensor::TensorType;
 pub use units::{Blocks, Bytes, Tokens};
+
+/// A list that has one element as a rule, which lies in the value itself: steps have a row for each of hundreds of sequences, and nearly all of
+/// them one input and one draw.
+pub type Few<T> = smallvec::SmallVec<[T; 1]>;
+
+/// A map by numbers that this program gave out itself: whoever could choose them could make it slow.
+pub type NumberMap<K, V> = rustc_hash::FxHashMap<K, V>;

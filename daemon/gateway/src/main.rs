@@ -42,7 +42,11 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let logger = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // A log that cannot be written is no reason to end: the library would say so on the same stderr, and panic.
+    let logger = tracing_subscriber::fmt()
+        .log_internal_errors(false)
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
     match log_format {
         Format::Text => logger.with_ansi(false).init(),
         Format::Json => logger.json().init(),

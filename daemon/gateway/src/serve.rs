@@ -84,10 +84,12 @@ impl Gateway {
         let app = Arc::new(App { link: Arc::clone(&link), text, metrics, bodies, settings });
         let mut phases = link.phases();
         let mut connections = JoinSet::new();
-        let linked = tokio::spawn(Arc::clone(&link).run(socket));
+        let mut linked = tokio::spawn(Arc::clone(&link).run(socket));
         tokio::select! {
             _ = phases.wait_for(|phase| *phase == Phase::Ending) => {}
             () = accept(&app, &listener, &mut connections) => {}
+            // A fault in it: nobody would be heard any more, and the port be held for ever.
+            Err(fault) = &mut linked => return Err(io::Error::other(fault)),
         }
         drop(listener);
         let open = connections.len();

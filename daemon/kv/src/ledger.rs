@@ -289,20 +289,19 @@ fn number(bytes: &[u8]) -> u128 {
     bytes.iter().rev().fold(0, |number, byte| number << 8 | u128::from(*byte))
 }
 
-/// CRC-32 of IEEE 802.3, by nibbles.
+/// CRC-32 of IEEE 802.3, by bytes.
 fn crc32(bytes: &[u8]) -> u32 {
-    const TABLE: [u32; 16] = table();
-    let step = |crc: u32, nibble: u32| crc >> 4 ^ TABLE[((crc ^ nibble) & 15) as usize];
-    let byte = |crc, byte: &u8| step(step(crc, u32::from(*byte)), u32::from(*byte >> 4));
+    static TABLE: [u32; 256] = table();
+    let byte = |crc: u32, byte: &u8| crc >> 8 ^ TABLE[((crc ^ u32::from(*byte)) & 255) as usize];
     !bytes.iter().fold(!0, byte)
 }
 
-const fn table() -> [u32; 16] {
-    let mut table = [0; 16];
+const fn table() -> [u32; 256] {
+    let mut table = [0; 256];
     let mut i = 0;
-    while i < 16 {
+    while i < 256 {
         let (mut crc, mut bit) = (i as u32, 0);
-        while bit < 4 {
+        while bit < 8 {
             crc = if crc & 1 == 1 { crc >> 1 ^ 0xedb8_8320 } else { crc >> 1 };
             bit += 1;
         }

@@ -3,6 +3,7 @@
 //! **Owns** which block holds which tokens behind which prefix. **Never** counts leases, and never crosses a domain: a key is a
 //! keyed hash that starts from the domain, so that equal tokens of two accounts have unrelated keys.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -11,8 +12,21 @@ use pagedd_core::{BlockId, TenantId, TokenId};
 /// Names a full block by everything its contents depend on: domain, all tokens before it, and its own tokens.
 ///
 /// 128 bits of a keyed BLAKE3 (O'Connor et al., 2020): without the key nobody can make two prefixes that collide.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockKey(pub [u8; 16]);
+
+/// The order of the bytes, in one comparison.
+impl Ord for BlockKey {
+    fn cmp(&self, other: &Self) -> Ordering {
+        u128::from_be_bytes(self.0).cmp(&u128::from_be_bytes(other.0))
+    }
+}
+
+impl PartialOrd for BlockKey {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
 
 impl fmt::Debug for BlockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -3,8 +3,6 @@
 //! **Owns** the way back: positions become computed, blocks become findable, tokens become known, sequences end, and blocks
 //! that no plan in flight reads any more return. **Never** starts anything.
 
-use std::collections::BTreeMap;
-
 use pagedd_core::{FinishReason, SequenceId, Tokens};
 use pagedd_kv::BlockLease;
 
@@ -12,6 +10,23 @@ use crate::plan::{Row, Sampled, StepOutput, StepPlan};
 use crate::request::{Applied, Emitted, Request, Started};
 use crate::scheduler::Scheduler;
 use crate::sequence::{Sequence, SequenceSnapshot, State};
+
+/// Draws by sequence, those of one in their order.
+struct Drawn(Vec<Sampled>);
+
+impl Drawn {
+    fn new(mut sampled: Vec<Sampled>) -> Self {
+        // Rows come in the order of age as a rule, and with them their draws.
+        sampled.sort_by_key(|sampled| sampled.seq);
+        Self(sampled)
+    }
+
+    fn of(&mut self, id: SequenceId) -> &mut [Sampled] {
+        let first = self.0.partition_point(|sampled| sampled.seq < id);
+        let count = self.0[first..].iter().take_while(|sampled| sampled.seq == id).count();
+        &mut self.0[first..first + count]
+    }
+}
 
 impl Scheduler {
     /// Takes the output of the oldest plan in flight.
@@ -30,10 +45,8 @@ impl Scheduler {
             let started = flight.begun.iter().filter(|(_, started)| *started);
             applied.started = started.filter_map(|(id, _)| self.started(*id)).collect();
         }
-        let mut drawn: BTreeMap<SequenceId, Vec<Sampled>> = BTreeMap::new();
-        for sampled in output.sampled {
-            drawn.entry(sampled.seq).or_default().push(sampled);
-        }
+        applied.tokens.reserve(output.sampled.len());
+        let mut drawn = Drawn::new(output.sampled);
         for row in &plan.rows {
             if output.failed.iter().any(|(seq, _)| *seq == row.seq) {
                 self.fail(row, &mut applied);
@@ -41,12 +54,13 @@ impl Scheduler {
             }
             let mut right = 0;
             for id in &row.samples {
-                let mut drawn = drawn.remove(id).unwrap_or_default();
+                let drawn = drawn.of(*id);
                 if *id == row.seq {
-                    right = self.judge(row, &drawn);
+                    right = self.judge(row, drawn);
                 }
-                drawn.truncate(if *id == row.seq { right + 1 } else { 1 });
-                self.record_drawn(*id, drawn, &mut applied);
+                let most = if *id == row.seq { right + 1 } else { 1 };
+                let count = drawn.len().min(most);
+                self.record_drawn(*id, &mut drawn[..count], &mut applied);
             }
             self.record_computed(row, right);
         }
@@ -158,7 +172,7 @@ impl Scheduler {
             let progress = sequence.progress()?;
             // A sequence that only plans in flight begin is theirs to begin.
             progress.entered.then(|| SequenceSnapshot {
-                seq: *id,
+                seq: id,
                 choice: sequence.choice,
                 sampling: sequence.sampling,
                 tokens: sequence.tokens.clone(),
@@ -226,7 +240,7 @@ impl Scheduler {
     }
 
     /// Takes what a sequence drew, in order, up to where it ends.
-    fn record_drawn(&mut self, id: SequenceId, drawn: Vec<Sampled>, applied: &mut Applied) {
+    fn record_drawn(&mut self, id: SequenceId, drawn: &mut [Sampled], applied: &mut Applied) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         sequence.pending.pop_front();
         if drawn.is_empty() && !sequence.is_finished() {
@@ -239,7 +253,7 @@ impl Scheduler {
     }
 
     /// One token more, unless the sequence has ended.
-    fn emit(&mut self, id: SequenceId, drawn: Sampled, applied: &mut Applied) {
+    fn emit(&mut self, id: SequenceId, drawn: &mut Sampled, applied: &mut Applied) {
         let Some(sequence) = self.sequences.get_mut(&id).filter(|s| !s.is_finished()) else { return };
         sequence.tokens.push(drawn.token);
         let (request_id, tenant_id, choice) = (sequence.request, sequence.tenant, sequence.choice);
@@ -255,7 +269,7 @@ impl Scheduler {
             choice,
             token: drawn.token,
             logprob: drawn.logprob,
-            top: drawn.top,
+            top: std::mem::take(&mut drawn.top),
         });
         applied.finished.extend(end.and_then(|reason| self.finish(id, reason)));
     }

@@ -173,7 +173,7 @@ impl Scheduler {
     fn guess(&mut self, row: &Row) -> Option<(f32, Vec<TokenId>)> {
         let sequence = self.sequences.get_mut(&row.seq)?;
         let decodes = row.inputs.len() == 1
-            && row.samples == [row.seq]
+            && *row.samples == [row.seq]
             && sequence.running().is_some()
             && sequence.in_flight == 1
             && row.start.0 as usize + 1 == sequence.tokens.len()

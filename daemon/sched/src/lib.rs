@@ -46,6 +46,7 @@ mod shares;
 mod stats;
 mod step;
 mod suspect;
+mod table;
 mod tenant;
 
 pub use config::{PolicyKind, SchedulerConfig, ShareSpec};

@@ -3,9 +3,7 @@
 //! **Owns** nothing: block ids here are names, the leases stay with the scheduler until the plan is applied or reverted.
 //! The types mirror those of the worker protocol field by field.
 
-use std::collections::BTreeMap;
-
-use pagedd_core::{BlockId, PlanId, SamplingParams, SequenceId, StepCost, TokenId, Tokens};
+use pagedd_core::{BlockId, Few, PlanId, SamplingParams, SequenceId, StepCost, TokenId, Tokens};
 
 use crate::budget::Load;
 
@@ -31,15 +29,17 @@ impl StepPlan {
     /// Where a draw is missing, its request fails, and nobody reads what is computed from it: any token stands for it, since a worker
     /// that is sent this plan alone would not know what to make of its name.
     pub fn resolve(&mut self, output: &StepOutput) {
-        let mut drawn = BTreeMap::new();
-        for sampled in &output.sampled {
-            drawn.entry(sampled.seq).or_insert(sampled.token);
-        }
+        let mut drawn: Vec<_> = output.sampled.iter().map(|sampled| (sampled.seq, sampled.token)).collect();
+        drawn.sort_by_key(|(seq, _)| *seq);
+        let first = |seq| {
+            let place = drawn.partition_point(|(drawn, _)| *drawn < seq);
+            drawn.get(place).filter(|(drawn, _)| *drawn == seq).map(|(_, token)| *token)
+        };
         for input in self.rows.iter_mut().flat_map(|row| &mut row.inputs) {
             if let Input::Sampled { plan, seq } = *input
                 && plan == output.plan
             {
-                *input = Input::Known(drawn.get(&seq).copied().unwrap_or(TokenId(0)));
+                *input = Input::Known(first(seq).unwrap_or(TokenId(0)));
             }
         }
     }
@@ -95,12 +95,12 @@ pub struct Row {
     /// First position computed; everything before it is in KV already.
     pub start: Tokens,
     /// Tokens at the row's positions; never empty.
-    pub inputs: Vec<Input>,
+    pub inputs: Few<Input>,
     /// Change of the block table, made before the row computes.
     pub table: TableUpdate,
     /// Which sequences draw from the logits of the row's last position. None for a chunk that does not end the prompt, all
     /// choices of a request at the end of its prompt, else the row's own sequence.
-    pub samples: Vec<SequenceId>,
+    pub samples: Few<SequenceId>,
     /// How many of the inputs, the last ones, are guesses of what the row's sequence draws. It draws behind the input before
     /// the first guess, and behind each guess as long as the draw before it was that guess. Such a row draws for its own
     /// sequence only, and all of its inputs are known.

@@ -14,6 +14,7 @@ use crate::request::{AdmitError, Ended, Finished, NewRequest, Request};
 use crate::sequence::{Progress, Sequence, State};
 use crate::step::Wait;
 use crate::suspect::Suspects;
+use crate::table::SequenceTable;
 use crate::tenant::Tenant;
 
 /// Which rows run in the next step. See the crate's page for the order of calls.
@@ -25,7 +26,7 @@ pub struct Scheduler {
     pub(crate) tenants: BTreeMap<TenantId, Tenant>,
     pub(crate) requests: BTreeMap<RequestId, Request>,
     /// In the order of age.
-    pub(crate) sequences: BTreeMap<SequenceId, Sequence>,
+    pub(crate) sequences: SequenceTable,
     pub(crate) running: BTreeSet<SequenceId>,
     /// Preempted or finished, and named by a plan in flight.
     pub(crate) leaving: BTreeSet<SequenceId>,
@@ -85,7 +86,7 @@ impl Scheduler {
             config,
             tenants: BTreeMap::new(),
             requests: BTreeMap::new(),
-            sequences: BTreeMap::new(),
+            sequences: SequenceTable::default(),
             running: BTreeSet::new(),
             leaving: BTreeSet::new(),
             flights: VecDeque::new(),
@@ -358,7 +359,7 @@ impl Scheduler {
 
     /// The sequence that no step may take a block from: the oldest that has not ended.
     pub(crate) fn oldest(&self) -> Option<SequenceId> {
-        self.sequences.iter().find(|(_, sequence)| !sequence.is_finished()).map(|(id, _)| *id)
+        self.sequences.iter().find(|(_, sequence)| !sequence.is_finished()).map(|(id, _)| id)
     }
 }
 
@@ -367,7 +368,7 @@ impl Drop for Scheduler {
         for copy in self.flights.drain(..).flat_map(|flight| flight.copies) {
             self.pool.release(copy.from);
         }
-        for (_, sequence) in std::mem::take(&mut self.sequences) {
+        for sequence in self.sequences.take() {
             match sequence.state {
                 State::Waiting(_) => {}
                 State::Running(p) | State::Preempted(p) | State::Finished(_, p) => {

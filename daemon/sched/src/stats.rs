@@ -182,20 +182,22 @@ impl Scheduler {
         let copies = self.flights.iter().flat_map(|flight| &flight.copies).map(|copy| &copy.from);
         self.pool.check_leases(tables.chain(copies))?;
         let size = self.config.block_size.0 as usize;
-        for (id, sequence) in &self.sequences {
-            let request = self.requests.get(&sequence.request).filter(|r| r.open.contains(id));
+        for (id, sequence) in self.sequences.iter() {
+            let request = self.requests.get(&sequence.request).filter(|r| r.open.contains(&id));
             let tenant = self.tenants.get(&sequence.tenant);
-            let (runs, leaves) = (self.running.contains(id), self.leaving.contains(id));
+            let (runs, leaves) = (self.running.contains(&id), self.leaving.contains(&id));
             let listed = match &sequence.state {
                 State::Waiting(Some(rank)) => {
-                    tenant.is_some_and(|t| t.queue.contains(&(*rank, *id))) && !runs && !leaves
+                    tenant.is_some_and(|t| t.queue.contains(&(*rank, id))) && !runs && !leaves
                 }
-                State::Waiting(None) => request.is_some_and(|r| r.followers.contains(id)) && !runs && !leaves,
+                State::Waiting(None) => {
+                    request.is_some_and(|r| r.followers.contains(&id)) && !runs && !leaves
+                }
                 State::Running(_) => runs && !leaves,
                 State::Preempted(_) | State::Finished(..) => leaves && !runs,
             };
             if !listed || request.is_some() == sequence.is_finished() {
-                return Err(Violation::Listed(*id));
+                return Err(Violation::Listed(id));
             }
             let in_flight = sequence.in_flight as usize;
             let waits = matches!(sequence.state, State::Waiting(_));
@@ -214,7 +216,7 @@ impl Scheduler {
                 || (waits && in_flight > 0)
                 || (leaves && in_flight == 0)
             {
-                return Err(Violation::Sequence(*id));
+                return Err(Violation::Sequence(id));
             }
         }
         for (id, tenant) in &self.tenants {

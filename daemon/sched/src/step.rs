@@ -2,7 +2,7 @@
 //!
 //! **Owns** the order. **Never** distinguishes prefill from decode: a sequence has computed some of its tokens and catches up.
 
-use pagedd_core::{BlockId, Blocks, PlanId, RequestId, SequenceId, TenantId, Tokens};
+use pagedd_core::{BlockId, Blocks, Few, PlanId, RequestId, SequenceId, TenantId, Tokens};
 use pagedd_kv::{AccountId, AllocError, BlockLease, BlockTable, CachedPrefix, CopyOnWrite, Place};
 
 use crate::budget::Budget;
@@ -117,7 +117,7 @@ impl Scheduler {
                 id: self.next_plan,
                 begin: Vec::new(),
                 copies: Vec::new(),
-                rows: Vec::new(),
+                rows: Vec::with_capacity(running.len()),
                 end: Vec::new(),
             },
             flight: Flight { id: self.next_plan, copies: Vec::new(), begun: Vec::new(), forked: Vec::new() },
@@ -209,6 +209,9 @@ impl Scheduler {
         let copy = progress.table.needs_copy(start / self.config.block_size.0 as usize, &self.pool);
         let wanted =
             self.blocks_for(start + n).0.saturating_sub(progress.table.len() as u32) + u32::from(copy);
+        if wanted == 0 {
+            return Secured::Blocks(Vec::new());
+        }
         let mut place = progress.table.next_place(Blocks(wanted));
         let mut leases = Vec::with_capacity(wanted as usize);
         while (leases.len() as u32) < wanted {
@@ -485,18 +488,21 @@ impl Scheduler {
         progress.computed = Tokens((start + n) as u32);
         sequence.in_flight += 1;
         step.tokens_left -= n;
-        let mut samples = Vec::new();
+        let mut samples = Few::new();
         if start + n == total {
             samples.push(id);
             sequence.pending.push_back(plan);
-            self.fork_followers(step, id, &mut samples);
+            // Nobody waits behind a choice that has drawn.
+            if total == sequence.prompt_len {
+                self.fork_followers(step, id, &mut samples);
+            }
         }
         let table = TableUpdate { from: changed_from as u32, blocks };
         step.plan.rows.push(Row { seq: id, start: Tokens(start as u32), inputs, table, samples, drafts: 0 });
     }
 
     /// At the end of a prompt the request's other choices begin: they draw from the same logits and share all blocks.
-    fn fork_followers(&mut self, step: &mut Step, leader: SequenceId, samples: &mut Vec<SequenceId>) {
+    fn fork_followers(&mut self, step: &mut Step, leader: SequenceId, samples: &mut Few<SequenceId>) {
         let Some(request) = self.sequences.get(&leader).map(|s| s.request) else { return };
         let Some(request) = self.requests.get_mut(&request).filter(|r| !r.followers.is_empty()) else {
             return;

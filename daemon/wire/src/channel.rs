@@ -17,10 +17,13 @@ use rustix::net::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::frame::{FrameBuffer, FrameError, encode};
+use crate::frame::{FrameBuffer, FrameError, encode_into};
 
 /// Fds that one frame may carry.
 const MAX_FDS: usize = 16;
+
+/// Bytes of a read, and of a frame whose memory is kept for the next one.
+const SCRATCH: usize = 64 << 10;
 
 /// Why no message came or went.
 #[derive(thiserror::Error, Debug)]
@@ -49,6 +52,8 @@ pub struct Channel {
     buffer: FrameBuffer,
     fds: VecDeque<OwnedFd>,
     scratch: Vec<u8>,
+    /// Of the last frame that was sent, kept for its memory.
+    sent: Vec<u8>,
 }
 
 impl Channel {
@@ -58,7 +63,8 @@ impl Channel {
     /// The socket could not be made blocking.
     pub fn new(socket: UnixStream) -> io::Result<Self> {
         socket.set_nonblocking(false)?;
-        Ok(Self { socket, buffer: FrameBuffer::new(), fds: VecDeque::new(), scratch: vec![0; 64 << 10] })
+        let (scratch, sent) = (vec![0; SCRATCH], Vec::new());
+        Ok(Self { socket, buffer: FrameBuffer::new(), fds: VecDeque::new(), scratch, sent })
     }
 
     /// Sends one message, with `fds` beside it.
@@ -66,7 +72,15 @@ impl Channel {
     /// # Errors
     /// [`ChannelError::Closed`] where the peer is gone.
     pub fn send<T: Serialize>(&mut self, message: &T, fds: &[BorrowedFd<'_>]) -> Result<(), ChannelError> {
-        let bytes = encode(message)?;
+        let bytes = encode_into(message, std::mem::take(&mut self.sent))?;
+        self.write(&bytes, fds)?;
+        if bytes.capacity() <= SCRATCH {
+            self.sent = bytes;
+        }
+        Ok(())
+    }
+
+    fn write(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), ChannelError> {
         let mut sent = 0;
         while sent < bytes.len() {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];

@@ -32,7 +32,14 @@ pub enum FrameError {
 /// # Errors
 /// [`FrameError::TooLong`] where the message does not fit a frame.
 pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
-    let mut bytes = postcard::to_extend(message, vec![0; PREFIX])
+    encode_into(message, Vec::new())
+}
+
+/// As [`encode`], in the memory of `bytes`.
+pub(crate) fn encode_into<T: Serialize>(message: &T, mut bytes: Vec<u8>) -> Result<Vec<u8>, FrameError> {
+    bytes.clear();
+    bytes.resize(PREFIX, 0);
+    let mut bytes = postcard::to_extend(message, bytes)
         .map_err(|source| FrameError::Malformed { expected: std::any::type_name::<T>(), source })?;
     let body = bytes.len() - PREFIX;
     if body > MAX_FRAME {

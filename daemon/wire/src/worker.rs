@@ -10,6 +10,7 @@
 //! Running a plan twice leaves the same arenas and gives the same output: table updates are absolute, block copies are bounded
 //! by filled tokens, and a filled position is only ever written again with the same bits.
 
+use pagedd_core::Few;
 use serde::{Deserialize, Serialize};
 
 use crate::Sampling;
@@ -228,12 +229,12 @@ pub struct Row {
     /// First position computed; everything before it is in KV already.
     pub start: u32,
     /// Tokens at the row's positions; never empty.
-    pub inputs: Vec<Input>,
+    pub inputs: Few<Input>,
     /// Change of the block table, made before the row computes.
     pub table: TableUpdate,
     /// What to draw from the logits of the row's last position before its guesses: nothing for a chunk that does not end the
     /// prompt, one sequence as a rule, all choices of a request at the end of its prompt. Each names a sequence that was begun.
-    pub samples: Vec<u64>,
+    pub samples: Few<u64>,
     /// How many of the inputs, the last ones, are guesses of what `seq` draws; fewer than there are inputs. It draws behind the
     /// input before the first guess, and behind each guess as long as the draw before it was that guess. Such a row's samples are
     /// `seq` alone, its guesses are known tokens, and no later plan names its draws: what lies behind a wrong guess in KV is not

@@ -199,7 +199,7 @@ fn row(seq: u64, start: u32, count: u32, vocab: u32) -> Row {
         start,
         inputs: (start..start + count).map(|position| Input::Known(token(position))).collect(),
         table: TableUpdate { from, blocks },
-        samples: vec![seq],
+        samples: [seq].into(),
         drafts: 0,
     }
 }

@@ -2,10 +2,9 @@
 //!
 //! **Owns** every check of a plan. **Never** touches an arena: a plan that is wrong is refused before anything was written.
 
-use std::collections::HashSet;
 use std::ops::Range;
 
-use pagedd_core::{BlockId, SamplingParams};
+use pagedd_core::{BlockId, Few, NumberMap, SamplingParams};
 use pagedd_wire::worker::{BlockCopy, Input, MOST_DRAFTS, Plan, Row, SequenceState};
 
 use crate::sequence::{Draw, Sequence, Sequences};
@@ -190,7 +189,7 @@ pub struct BatchRow {
     /// Its part of [`Batch::tokens`].
     pub tokens: Range<usize>,
     /// Who draws from the logits of its last position before the guesses.
-    pub samples: Vec<u64>,
+    pub samples: Few<u64>,
     /// How many of the tokens, the last ones, are guesses.
     pub drafts: usize,
 }
@@ -250,9 +249,11 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
     if drafts > MOST_DRAFTS as usize {
         return Err(PlanError::Drafts { drafts, most: MOST_DRAFTS as usize });
     }
-    let mut begun = HashSet::new();
+    let mut begun = NumberMap::default();
     for begin in &plan.begin {
-        once(&mut begun, begin.seq, "begin")?;
+        if begun.insert(begin.seq, begin).is_some() {
+            return Err(PlanError::Twice { seq: begin.seq, what: "begin" });
+        }
         check_sampling(begin.seq, &begin.sampling)?;
         if let Some(&token) = begin.tokens.iter().find(|&&token| token >= limits.vocab_size) {
             return Err(PlanError::Token { seq: begin.seq, token, vocab: limits.vocab_size });
@@ -261,27 +262,28 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
     for copy in &plan.copies {
         check_copy(copy, limits)?;
     }
+    once(plan.rows.iter().map(|row| row.seq), "row")?;
+    once(plan.rows.iter().flat_map(|row| row.samples.iter().copied()), "sample")?;
 
     let mut batch = Batch::default();
     batch.tokens.reserve(inputs);
     batch.positions.reserve(inputs);
-    let (mut with_row, mut with_sample) = (HashSet::new(), HashSet::new());
-    let mut written = Vec::new();
+    batch.rows.reserve(plan.rows.len());
+    let mut written = Vec::with_capacity(plan.rows.len());
     for row in &plan.rows {
-        once(&mut with_row, row.seq, "row")?;
-        let base = match sequences.get(row.seq) {
-            _ if begun.contains(&row.seq) => &[],
-            Some(sequence) => sequence.table.as_slice(),
-            None => return Err(PlanError::UnknownSequence { seq: row.seq }),
+        let (base, known) = match (begun.get(&row.seq), sequences.get(row.seq)) {
+            (Some(begin), _) => (&[][..], Sequence::from(*begin).known()),
+            (None, Some(sequence)) => (sequence.table.as_slice(), sequence.known()),
+            (None, None) => return Err(PlanError::UnknownSequence { seq: row.seq }),
         };
         check_positions(row, base, limits, &mut written)?;
         check_drafts(row)?;
-        check_past(plan, row, sequences)?;
-        for &seq in &row.samples {
-            if !begun.contains(&seq) && sequences.get(seq).is_none() {
+        check_past(row, known)?;
+        // Whose row it is, is known.
+        for &seq in row.samples.iter().filter(|seq| **seq != row.seq) {
+            if !begun.contains_key(&seq) && sequences.get(seq).is_none() {
                 return Err(PlanError::UnknownSequence { seq });
             }
-            once(&mut with_sample, seq, "sample")?;
         }
         lay_out(row, plan.id, sequences, limits, &mut batch)?;
     }
@@ -294,17 +296,23 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
 /// # Errors
 /// [`PlanError`].
 pub fn check_states(states: &[SequenceState], limits: &Limits) -> Result<(), PlanError> {
-    let mut seen = HashSet::new();
+    once(states.iter().map(|state| state.seq), "state")?;
     for state in states {
-        once(&mut seen, state.seq, "state")?;
         check_sampling(state.seq, &state.sampling)?;
         check_blocks(&state.blocks, limits)?;
     }
     Ok(())
 }
 
-fn once(seen: &mut HashSet<u64>, seq: u64, what: &'static str) -> Result<(), PlanError> {
-    if seen.insert(seq) { Ok(()) } else { Err(PlanError::Twice { seq, what }) }
+/// Whether each stands there once.
+fn once(seqs: impl Iterator<Item = u64>, what: &'static str) -> Result<(), PlanError> {
+    let mut seqs: Vec<u64> = seqs.collect();
+    // They come in order as a rule.
+    seqs.sort_unstable();
+    match seqs.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(PlanError::Twice { seq: pair[0], what }),
+        None => Ok(()),
+    }
 }
 
 fn check_sampling(seq: u64, s: &pagedd_wire::Sampling) -> Result<(), PlanError> {
@@ -369,14 +377,9 @@ fn check_positions(
     Ok(())
 }
 
-/// Whether the tokens before a row are known, where penalties need them.
-fn check_past(plan: &Plan, row: &Row, sequences: &Sequences) -> Result<(), PlanError> {
+/// Whether the tokens before a row are known, where penalties need them: `known` of them are.
+fn check_past(row: &Row, known: Option<usize>) -> Result<(), PlanError> {
     let Row { seq, start, .. } = *row;
-    let begun = plan.begin.iter().find(|begin| begin.seq == seq);
-    let known = match begun {
-        Some(begin) => Sequence::from(begin).known(),
-        None => sequences.get(seq).and_then(Sequence::known),
-    };
     match known {
         Some(known) if known < start as usize => Err(PlanError::Past { seq, start, known }),
         Some(_) | None => Ok(()),
@@ -387,7 +390,7 @@ fn check_drafts(row: &Row) -> Result<(), PlanError> {
     let Row { seq, drafts, ref inputs, ref samples, .. } = *row;
     let certain = inputs.len().checked_sub(drafts as usize).filter(|certain| *certain > 0);
     let known = |certain: usize| inputs[certain..].iter().all(|input| matches!(input, Input::Known(_)));
-    if drafts == 0 || (*samples == [seq] && certain.is_some_and(known)) {
+    if drafts == 0 || (**samples == [seq] && certain.is_some_and(known)) {
         return Ok(());
     }
     Err(PlanError::NoGuess { seq, drafts, inputs: inputs.len() })

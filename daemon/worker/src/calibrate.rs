@@ -193,7 +193,7 @@ fn row(limits: &Limits, seq: u32, start: u32, count: u32, draws: bool) -> Row {
         inputs: (start..start + count).map(|position| Input::Known(token(position))).collect(),
         table: TableUpdate { from: 0, blocks: context.chain((0..last).map(|i| mine + i)).collect() },
         drafts: 0,
-        samples: if draws { vec![seq.into()] } else { Vec::new() },
+        samples: draws.then(|| seq.into()).into_iter().collect(),
     }
 }
 

@@ -253,7 +253,7 @@ fn gpu_free(ordinal: u32) -> Result<u64, String> {
 
 #[cfg(not(feature = "cuda"))]
 fn gpu_free(_: u32) -> Result<u64, String> {
-    Err("this pagedd-worker was built without GPU support (feature cuda)".to_owned())
+    Err("this pagedd-worker was built without GPU support; build it with `make build-gpu`".to_owned())
 }
 
 /// Prints the sum.

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use pagedd_core::StepCost;
+use pagedd_core::{MOST_STEP_TOKENS, StepCost};
 use pagedd_kernels::KvError;
 use pagedd_model::ModelSource;
 use pagedd_wire::worker::{
@@ -28,9 +28,8 @@ use crate::memory::KvRequest;
 use crate::sample::Request;
 use crate::sequence::{Draw, Sequences};
 
-/// Most rows and most input tokens of a plan that scratch memory is made for.
+/// Most rows of a plan that scratch memory is made for.
 const MOST_ROWS: u32 = 4096;
-const MOST_TOKENS: u32 = 65_536;
 
 /// Fds of arenas of an earlier worker.
 #[derive(Debug, Default)]
@@ -190,16 +189,24 @@ impl ModelRunner {
     /// [`LoadError`], with the tensor, key or setting named.
     pub fn load(hello: &Hello, fds: Fds, progress: &mut dyn FnMut(u32) -> bool) -> Result<Self, LoadError> {
         check_settings(hello)?;
-        let Loaded { model, info } = match hello.device {
+        let loaded = match hello.device {
             Device::Cpu => cpu::load(hello, fds, progress)?,
             #[cfg(feature = "cuda")]
             Device::Cuda { ordinal } => gpu::load(hello, ordinal, fds, progress)?,
             #[cfg(not(feature = "cuda"))]
             Device::Cuda { ordinal } => {
-                let problem = format!("cuda:{ordinal}: this pagedd-worker was built without GPU support");
+                let problem = format!(
+                    "cuda:{ordinal}: this pagedd-worker was built without GPU support; build it with `make build-gpu`"
+                );
                 return Err(LoadError::Setting { key: "device", problem });
             }
         };
+        Ok(Self::new(hello, loaded))
+    }
+
+    /// Of a model that was loaded as `hello` says. What its steps take is measured where `hello` asks for it.
+    pub fn new(hello: &Hello, loaded: Loaded) -> Self {
+        let Loaded { model, info } = loaded;
         let limits = limits(hello, &info);
         let (room, longest) =
             (u64::from(info.blocks) * u64::from(info.block_size), u64::from(info.max_model_len));
@@ -217,7 +224,7 @@ impl ModelRunner {
             Some(_) | None if hello.measure => runner.measure(),
             Some(_) | None => {}
         }
-        Ok(runner)
+        runner
     }
 
     /// Measures what steps take, on a KV arena that is there only meanwhile. Nothing depends on it: where it fails, steps are planned as if
@@ -379,18 +386,23 @@ impl ModelRunner {
             output.failed.extend(who(row).iter().map(|&seq| (seq, lost.to_owned())));
         }
         let mut drawn = drawn.into_iter();
+        output.sampled.reserve(drawn.len());
+        // In the order of tokens, as the rows are.
+        let mut unknown = batch.unknown.iter().peekable();
         for row in &batch.rows {
             let guesses = &batch.tokens[row.tokens.end - row.drafts..row.tokens.end];
-            let computed = batch
-                .unknown
-                .iter()
-                .filter(|unknown| row.tokens.contains(&unknown.token))
-                .all(|unknown| self.sequences.drawn(unknown.plan, unknown.seq) != Some(Draw::Failed));
+            let mut computed = true;
+            while let Some(input) = unknown.next_if(|unknown| unknown.token < row.tokens.end) {
+                computed &= self.sequences.drawn(input.plan, input.seq) != Some(Draw::Failed);
+            }
             for &seq in &row.samples {
-                let drawn: Vec<_> = drawn.by_ref().take(1 + row.drafts).collect();
+                let mut own = drawn.by_ref().take(1 + row.drafts);
                 if computed {
-                    self.take(plan, seq, guesses, drawn, &mut output);
-                } else {
+                    self.take(plan, seq, guesses, &mut own, &mut output);
+                }
+                // What lies behind a wrong guess is nobody's.
+                own.for_each(drop);
+                if !computed {
                     self.sequences.record(plan, seq, Draw::Failed);
                     output.failed.push((seq, lost.to_owned()));
                 }
@@ -415,12 +427,12 @@ impl ModelRunner {
         plan: u64,
         seq: u64,
         guesses: &[u32],
-        drawn: Vec<Result<Sampled, String>>,
+        drawn: &mut dyn Iterator<Item = Result<Sampled, String>>,
         output: &mut Output,
     ) {
         let nameable = guesses.is_empty();
         let mut guesses = guesses.iter();
-        for (number, drawn) in drawn.into_iter().enumerate() {
+        for (number, drawn) in drawn.enumerate() {
             let draw = match drawn {
                 Ok(sampled) => {
                     let token = sampled.token;
@@ -474,7 +486,8 @@ pub struct Pendings {
 impl Pendings {
     /// Of a batch that was applied.
     pub fn new(batch: &Batch, sequences: &Sequences) -> Self {
-        let Self { mut wanted, mut draws } = Self::default();
+        let (mut wanted, mut draws) =
+            (Vec::with_capacity(batch.rows.len()), Vec::with_capacity(batch.rows.len()));
         for row in batch.rows.iter().filter(|row| !row.samples.is_empty()) {
             for &seq in &row.samples {
                 if let Some(sequence) = sequences.get(seq) {
@@ -541,9 +554,9 @@ fn check_settings(hello: &Hello) -> Result<(), LoadError> {
     if hello.max_num_seqs == 0 || hello.max_num_seqs > MOST_ROWS {
         return wrong("max_num_seqs", format!("{}: it must lie in [1, {MOST_ROWS}]", hello.max_num_seqs));
     }
-    if hello.max_num_batched_tokens == 0 || hello.max_num_batched_tokens > MOST_TOKENS {
+    if hello.max_num_batched_tokens == 0 || hello.max_num_batched_tokens > MOST_STEP_TOKENS {
         let found = hello.max_num_batched_tokens;
-        return wrong("max_num_batched_tokens", format!("{found}: it must lie in [1, {MOST_TOKENS}]"));
+        return wrong("max_num_batched_tokens", format!("{found}: it must lie in [1, {MOST_STEP_TOKENS}]"));
     }
     if hello.max_model_len == Some(0) {
         return wrong("max_model_len", "0: it must be positive".to_owned());

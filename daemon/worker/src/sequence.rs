@@ -3,9 +3,9 @@
 //! **Owns** block tables, sampling parameters and the tokens drawn by recent plans. **Never** decides anything: all of it is soft,
 //! and [`Sequences::resync`] replaces it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
-use pagedd_core::{BlockId, SamplingParams};
+use pagedd_core::{BlockId, NumberMap, SamplingParams};
 use pagedd_wire::worker::{Begin, SequenceState};
 
 use crate::sample::Past;
@@ -74,9 +74,9 @@ pub enum Draw {
 /// All sequences.
 #[derive(Default, Debug)]
 pub struct Sequences {
-    live: HashMap<u64, Sequence>,
+    live: NumberMap<u64, Sequence>,
     /// By plan, then by sequence.
-    drawn: BTreeMap<u64, HashMap<u64, Draw>>,
+    drawn: BTreeMap<u64, NumberMap<u64, Draw>>,
 }
 
 impl Sequences {
@@ -148,7 +148,12 @@ impl Sequences {
 
     /// `seq` drew in `plan`.
     pub fn record(&mut self, plan: u64, seq: u64, draw: Draw) {
-        self.drawn.entry(plan).or_default().insert(seq, draw);
+        let room = || {
+            let mut room = NumberMap::default();
+            room.reserve(self.live.len());
+            room
+        };
+        self.drawn.entry(plan).or_insert_with(room).insert(seq, draw);
     }
 
     /// No later plan names `seq`.

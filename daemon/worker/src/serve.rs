@@ -64,7 +64,18 @@ impl ServeError {
 /// # Errors
 /// [`ServeError`], after the daemon was told by [`FromWorker::Failed`] as far as the socket still allows.
 pub fn serve(channel: &mut Channel) -> Result<(), ServeError> {
-    let result = converse(channel);
+    serve_by(channel, ModelRunner::load)
+}
+
+/// What a model is loaded by; see [`ModelRunner::load`].
+pub type Load = fn(&Hello, Fds, &mut dyn FnMut(u32) -> bool) -> Result<ModelRunner, LoadError>;
+
+/// As [`serve`], with a model that is loaded by `load`.
+///
+/// # Errors
+/// As [`serve`].
+pub fn serve_by(channel: &mut Channel, load: Load) -> Result<(), ServeError> {
+    let result = converse(channel, load);
     match result {
         Ok(()) | Err(ServeError::Channel(ChannelError::Closed)) => Ok(()),
         Err(error) => {
@@ -81,7 +92,7 @@ fn one_line(text: &str) -> String {
     text.split('\n').map(str::trim).collect::<Vec<_>>().join("; ")
 }
 
-fn converse(channel: &mut Channel) -> Result<(), ServeError> {
+fn converse(channel: &mut Channel, load: Load) -> Result<(), ServeError> {
     let hello = match channel.recv()? {
         ToWorker::Hello(hello) => hello,
         ToWorker::Shutdown => return Ok(()),
@@ -89,7 +100,7 @@ fn converse(channel: &mut Channel) -> Result<(), ServeError> {
             return Err(ServeError::Protocol("the first frame is no hello".to_owned()));
         }
     };
-    let mut runner = start(channel, &hello)?;
+    let mut runner = start(channel, &hello, load)?;
     // Plans that have no answer.
     let mut out = VecDeque::new();
     loop {
@@ -130,7 +141,7 @@ fn converse(channel: &mut Channel) -> Result<(), ServeError> {
 }
 
 /// Loads the model and reports what was made, up to `Ready`.
-fn start(channel: &mut Channel, hello: &Hello) -> Result<ModelRunner, ServeError> {
+fn start(channel: &mut Channel, hello: &Hello, load: Load) -> Result<ModelRunner, ServeError> {
     let begin = Instant::now();
     if hello.protocol != PROTOCOL {
         let text = format!("it has version {}, this worker {PROTOCOL}", hello.protocol);
@@ -141,7 +152,7 @@ fn start(channel: &mut Channel, hello: &Hello) -> Result<ModelRunner, ServeError
     let mut told = None;
     let mut gone = None;
     let loaded = guarded("loading the model", || {
-        ModelRunner::load(hello, fds, &mut |permille| {
+        load(hello, fds, &mut |permille| {
             // One frame per per cent: enough for a progress bar, and for the daemon to see that loading goes on.
             if told.is_none_or(|told| permille >= told + 10) {
                 told = Some(permille);

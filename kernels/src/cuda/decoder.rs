@@ -273,7 +273,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
     fn single(&mut self, step: &DecoderStep<'_>) -> Result<(), CudaError> {
         let Self { work, stream, graphs, met, record, recordings, timeline, .. } = self;
         let size = bucket(step.rows.len());
-        work.set(stream, step, size)?;
+        work.together(stream, |work| work.set(stream, step, size))?;
         if let Some(graph) = graphs.get(&size) {
             work.check_decode(size)?;
             timeline.start(stream)?;
@@ -309,9 +309,11 @@ impl<T: Half + GemmOutput> Decoder<T> {
 
     fn mixed(&mut self, step: &DecoderStep<'_>, decoded: usize) -> Result<(), CudaError> {
         let Self { work, stream, timeline, .. } = self;
-        work.set(stream, step, step.tokens.len())?;
-        work.set_wanted(stream, step)?;
-        work.set_prefill(stream, decoded..step.rows.len())?;
+        work.together(stream, |work| {
+            work.set(stream, step, step.tokens.len())?;
+            work.set_wanted(stream, step)?;
+            work.set_prefill(stream, decoded..step.rows.len())
+        })?;
         let head = if step.wanted.is_empty() { Head::None } else { Head::Wanted };
         timeline.start(stream)?;
         work.run(stream, step.tokens.len(), decoded, head)
@@ -329,9 +331,10 @@ impl<T: Half + GemmOutput> Decoder<T> {
         // Nobody may take old draws for these.
         slot.number = 0;
         (slot.count, slot.ranks) = (rows.len(), rows.iter().any(|row| row.params.logprobs.is_some()));
-        let Work { sampler, ring, logits, .. } = &mut self.work;
-        sampler.set(&self.stream, ring, rows)?;
-        sampler.run(&self.stream, &mut logits.all_mut())?;
+        let stream = &self.stream;
+        self.work.together(stream, |work| work.sampler.set(stream, &mut work.ring, rows))?;
+        let Work { sampler, logits, .. } = &mut self.work;
+        sampler.run(stream, &mut logits.all_mut())?;
         self.timeline.end(&self.stream)?;
         if slot.ranks {
             slot.logprobs.download(&self.stream, sampler.logprobs().part(0..rows.len())?)?;

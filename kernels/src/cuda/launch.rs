@@ -89,6 +89,7 @@ pub(super) struct Kernels {
     pub(super) silu_mul: [CudaFunction; 2],
     pub(super) embed: [CudaFunction; 2],
     pub(super) copy_blocks: CudaFunction,
+    pub(super) scatter: CudaFunction,
     pub(super) fill_normal: [CudaFunction; 2],
     pub(super) adjust_logits: CudaFunction,
     pub(super) restore_logits: CudaFunction,
@@ -128,6 +129,7 @@ impl Kernels {
             ],
             embed: [elementwise.load_function("embed_bf16")?, elementwise.load_function("embed_f16")?],
             copy_blocks: elementwise.load_function("copy_blocks")?,
+            scatter: elementwise.load_function("scatter")?,
             fill_normal: [
                 elementwise.load_function("fill_normal_bf16")?,
                 elementwise.load_function("fill_normal_f16")?,

@@ -13,6 +13,7 @@ use cudarc::driver::result;
 use super::buffer::{Plain, View, ViewMut};
 use super::device::Device;
 use super::error::{CudaError, during};
+use super::launch::{Grid, Params, launch};
 use super::stream::{Event, Stream};
 use crate::error::{ShapeError, length, product};
 
@@ -70,10 +71,45 @@ fn as_bytes<T: Plain>(data: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), size_of_val(data)) }
 }
 
+/// Uploads of one launch.
+const PIECES: usize = 12;
+/// Bytes that a thread copies at once: pieces begin at multiples of it.
+const PACK: usize = 16;
+/// Threads of a block that copies.
+const THREADS: u32 = 128;
+
+/// What goes where. Fields as in elementwise.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Piece {
+    to: u64,
+    first: u32,
+    words: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ScatterArgs {
+    from: u64,
+    pieces: [Piece; PIECES],
+}
+// SAFETY: the fields of ScatterArgs in elementwise.cu, without padding.
+unsafe impl Params for ScatterArgs {}
+
+/// Uploads that wait for one another.
+struct Held {
+    slot: usize,
+    /// Bytes of the slot.
+    used: usize,
+    pieces: [Piece; PIECES],
+    count: usize,
+}
+
 /// Slots through which data goes to the device without a wait, as long as one is free.
 pub struct PinnedRing {
     slots: Vec<(HostMemory, Event)>,
     next: usize,
+    held: Option<Held>,
 }
 
 impl PinnedRing {
@@ -83,7 +119,80 @@ impl PinnedRing {
     /// Not enough memory, or the device failed.
     pub fn new(device: &Device, slots: usize, bytes: usize) -> Result<Self, CudaError> {
         let slot = |_| Ok((HostMemory::zeroed(device, bytes)?, Event::new(device)?));
-        Ok(Self { slots: (0..slots.max(1)).map(slot).collect::<Result<_, CudaError>>()?, next: 0 })
+        let slots = (0..slots.max(1)).map(slot).collect::<Result<_, CudaError>>()?;
+        Ok(Self { slots, next: 0, held: None })
+    }
+
+    /// Has uploads wait for [`flush`](Self::flush), which brings them to the device together: each copy of its own takes the device some
+    /// microseconds. Those that do not fit a slot go at once, and all where the ring has one slot only.
+    ///
+    /// # Errors
+    /// The device failed.
+    ///
+    /// # Safety
+    /// What is uploaded to lives until then, and nothing else of the device's work is queued on it before.
+    pub unsafe fn hold(&mut self) -> Result<(), CudaError> {
+        self.held = None;
+        if self.slots.len() == 1 {
+            return Ok(());
+        }
+        let slot = self.take()?;
+        self.held = Some(Held { slot, used: 0, pieces: [Piece::default(); PIECES], count: 0 });
+        Ok(())
+    }
+
+    /// Queues what was held.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn flush(&mut self, stream: &Stream) -> Result<(), CudaError> {
+        let Some(Held { slot, pieces, count, .. }) = self.held.take() else { return Ok(()) };
+        let packs = pieces[..count].iter().map(|piece| piece.words.div_ceil(4)).max().unwrap_or(0);
+        if packs == 0 {
+            return Ok(());
+        }
+        let (memory, event) = &self.slots[slot];
+        // The device has memory of this kind at the host's own addresses.
+        let params = ScatterArgs { from: memory.at.as_ptr() as u64, pieces };
+        let grid = Grid { blocks: (packs.div_ceil(THREADS), count as u32), threads: THREADS, shared: 0 };
+        // SAFETY: `upload` put the pieces into the slot, each inside it and as long as its target, which lives by the word of who called
+        // `hold`; the slot is touched again, or freed, only after the event recorded below.
+        unsafe { launch(stream, &stream.device().kernels().scatter, "copying to the GPU", grid, params) }?;
+        event.record(stream)
+    }
+
+    /// Forgets what was held.
+    pub fn discard(&mut self) {
+        self.held = None;
+    }
+
+    /// Takes the slot used longest ago; waits until its last copy is done.
+    fn take(&mut self) -> Result<usize, CudaError> {
+        let mut index = self.next;
+        if self.held.as_ref().is_some_and(|held| held.slot == index) {
+            index = (index + 1) % self.slots.len();
+        }
+        self.next = (index + 1) % self.slots.len();
+        self.slots[index].1.synchronize()?;
+        Ok(index)
+    }
+
+    /// Keeps `data` for `flush`, where it fits: whether it did.
+    fn keep<T: Plain>(&mut self, data: &[T], to: &ViewMut<'_, T>) -> bool {
+        let Some(held) = &mut self.held else { return false };
+        let bytes = as_bytes(data);
+        let (memory, _) = &mut self.slots[held.slot];
+        let end = held.used + bytes.len();
+        let even = bytes.len().is_multiple_of(4) && to.address().is_multiple_of(PACK as u64);
+        if !even || end > memory.bytes || held.count == PIECES {
+            return false;
+        }
+        memory.bytes_mut()[held.used..end].copy_from_slice(bytes);
+        held.pieces[held.count] =
+            Piece { to: to.address(), first: (held.used / PACK) as u32, words: (bytes.len() / 4) as u32 };
+        held.count += 1;
+        held.used = end.next_multiple_of(PACK);
+        true
     }
 
     /// The slot used longest ago; waits until its last copy is done.
@@ -91,14 +200,13 @@ impl PinnedRing {
     /// # Errors
     /// The device failed.
     pub fn slot(&mut self) -> Result<RingSlot<'_>, CudaError> {
-        let index = self.next;
-        self.next = (index + 1) % self.slots.len();
+        let index = self.take()?;
         let (memory, event) = &mut self.slots[index];
-        event.synchronize()?;
         Ok(RingSlot { memory, event })
     }
 
-    /// Queues a copy of `data`, which may change as soon as this returns. Data longer than a slot goes through several.
+    /// Queues a copy of `data`, which may change as soon as this returns, or [holds](Self::hold) it. Data longer than a slot goes through
+    /// several.
     ///
     /// # Errors
     /// The lengths differ (nothing has been queued), or the device failed.
@@ -109,6 +217,9 @@ impl PinnedRing {
         mut to: ViewMut<'_, T>,
     ) -> Result<(), CudaError> {
         length("data for the device", to.len(), data.len())?;
+        if self.keep(data, &to) {
+            return Ok(());
+        }
         let each = self.slots[0].0.bytes / size_of::<T>().max(1);
         if each == 0 {
             return Err(ShapeError::Length { what: "ring slot", needed: size_of::<T>(), found: 0 }.into());

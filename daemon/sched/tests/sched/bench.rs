@@ -206,7 +206,7 @@ impl Bench {
         let drafts: u32 = plan.rows.iter().map(|row| row.drafts).sum();
         assert!(drafts <= config.max_drafts, "{drafts} guesses");
         for row in plan.rows.iter().filter(|row| row.drafts > 0) {
-            assert_eq!(row.samples, [row.seq], "a row with guesses draws for its own sequence only");
+            assert_eq!(*row.samples, [row.seq], "a row with guesses draws for its own sequence only");
             assert!(row.inputs.iter().all(|input| matches!(input, Input::Known(_))), "{row:?}");
             assert!((row.drafts as usize) < row.inputs.len(), "{row:?}");
         }

@@ -312,6 +312,11 @@ proptest! {
 }
 
 #[test]
+fn choices_behind_a_leader_whose_row_fails_end_with_it_while_a_plan_names_their_draws() {
+    run(42_181_306_176_073_314, 300, false);
+}
+
+#[test]
 fn bug_16_a_long_run_of_random_steps_never_stalls() {
     #[allow(clippy::disallowed_methods, reason = "the test's length, not the scheduler's input")]
     let steps: u64 =

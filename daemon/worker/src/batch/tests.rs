@@ -1,3 +1,5 @@
+use std::collections::HashSet;
+
 use pagedd_core::SamplingParams;
 use pagedd_wire::worker::{Begin, TableUpdate};
 use proptest::prelude::*;
@@ -19,7 +21,7 @@ fn begin(seq: u64) -> Begin {
 
 fn row(seq: u64, start: u32, inputs: usize, from: u32, blocks: &[u32]) -> Row {
     let table = TableUpdate { from, blocks: blocks.to_vec() };
-    Row { seq, start, inputs: vec![Input::Known(1); inputs], table, samples: vec![], drafts: 0 }
+    Row { seq, start, inputs: vec![Input::Known(1); inputs].into(), table, samples: Few::new(), drafts: 0 }
 }
 
 /// Sequence 1 with blocks 4 and 5.
@@ -40,7 +42,7 @@ fn rows(rows: Vec<Row>) -> Plan {
 
 /// A row of sequence 1 that guesses.
 fn guess(inputs: usize, drafts: u32, samples: &[u64]) -> Row {
-    Row { drafts, samples: samples.to_vec(), ..row(1, 20, inputs, 2, &[]) }
+    Row { drafts, samples: samples.iter().copied().collect(), ..row(1, 20, inputs, 2, &[]) }
 }
 
 #[test]
@@ -53,14 +55,14 @@ fn a_token_is_drawn_before_the_guesses_and_behind_each() {
 #[test]
 fn a_mixed_plan_becomes_flat_tokens_and_positions() {
     let mut sampled = row(2, 0, 18, 0, &[6, 7]);
-    sampled.samples = vec![2, 3];
+    sampled.samples = vec![2, 3].into();
     let plan = rows(vec![row(1, 31, 1, 2, &[]), sampled]);
     let batch = check(&plan, &known(), &LIMITS).unwrap();
     assert_eq!(batch.tokens, [1; 19]);
     assert_eq!(batch.positions, [vec![31], (0..18).collect()].concat());
     assert_eq!(batch.rows[1].tokens, 1..19);
     assert_eq!(batch.rows[1].certain(), 18);
-    assert_eq!(batch.rows[1].samples, [2, 3]);
+    assert_eq!(*batch.rows[1].samples, [2, 3]);
 }
 
 #[test]
@@ -103,14 +105,14 @@ fn every_way_to_be_wrong_is_named() {
     assert_eq!(error(&copy(1, 2, 17)), "copy of 17 positions from block 1 to block 2");
 
     let mut r = row(2, 0, 1, 0, &[0]);
-    r.inputs = vec![Input::Known(50)];
+    r.inputs = vec![Input::Known(50)].into();
     assert_eq!(error(&rows(vec![r.clone()])), "token 50 of sequence 2, the vocabulary has 50");
-    r.inputs = vec![Input::Sampled { plan: 1, seq: 2 }];
+    r.inputs = vec![Input::Sampled { plan: 1, seq: 2 }].into();
     assert_eq!(error(&rows(vec![r.clone()])), "input of sequence 2: plan 1 drew nothing for sequence 2");
-    r.inputs = vec![Input::Known(0)];
-    r.samples = vec![2, 7];
+    r.inputs = vec![Input::Known(0)].into();
+    r.samples = vec![2, 7].into();
     assert_eq!(error(&rows(vec![r.clone()])), "sequence 7 was never begun");
-    r.samples = vec![2, 2];
+    r.samples = vec![2, 2].into();
     assert_eq!(error(&rows(vec![r])), "sequence 2 has more than one sample");
 
     let mut bad = begin(2);
@@ -135,9 +137,9 @@ fn an_input_drawn_by_an_earlier_plan_is_resolved_and_one_that_failed_fails_its_r
     all.record(1, 1, Draw::Token(33));
     all.record(1, 7, Draw::Failed);
     let mut good = row(1, 3, 1, 2, &[]);
-    good.inputs = vec![Input::Sampled { plan: 1, seq: 1 }];
+    good.inputs = vec![Input::Sampled { plan: 1, seq: 1 }].into();
     let mut bad = row(2, 0, 1, 0, &[0]);
-    bad.inputs = vec![Input::Known(2), Input::Sampled { plan: 1, seq: 7 }];
+    bad.inputs = vec![Input::Known(2), Input::Sampled { plan: 1, seq: 7 }].into();
     let batch = check(&rows(vec![bad.clone(), good]), &all, &LIMITS).unwrap();
     assert_eq!(batch.tokens, [33]);
     assert_eq!(batch.rows.len(), 1);

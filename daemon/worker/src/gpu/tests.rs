@@ -46,7 +46,7 @@ fn rows_of_one_token_come_first_on_the_device_and_logits_are_found_again() {
         seq,
         start: 0,
         tokens,
-        samples: vec![seq],
+        samples: [seq].into(),
         drafts: 0,
     };
     let batch = Batch {
@@ -71,7 +71,7 @@ fn where_bits_must_not_depend_on_chunks_prompts_are_prefilled_and_what_follows_i
         let sampling = SamplingParams::GREEDY.into();
         sequences.begin(&Begin { seq, choice: 0, sampling, prompt, tokens: vec![] });
     }
-    let row = |seq, start, tokens| BatchRow { seq, start, tokens, samples: vec![seq], drafts: 0 };
+    let row = |seq, start, tokens| BatchRow { seq, start, tokens, samples: [seq].into(), drafts: 0 };
     let batch = Batch {
         tokens: (10..16).collect(),
         // Of the first, the last token of the prompt and two behind it; of the second, one in the prompt; of the third, two behind it.

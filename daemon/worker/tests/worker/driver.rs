@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use pagedd_core::SamplingParams;
+use pagedd_core::{Few, SamplingParams};
 use pagedd_model::testing::Random;
 use pagedd_wire::worker::{Begin, BlockCopy, Input, Output, Plan, Row, Sampled, SequenceState, TableUpdate};
 use pagedd_worker::ModelRunner;
@@ -169,7 +169,7 @@ impl Driver {
                 plan.begin.push(seq.begin(seq.id, seq.choice));
             }
             plan.copies.extend(seq.copy);
-            let mut inputs: Vec<_> =
+            let mut inputs: Few<_> =
                 seq.tokens[seq.computed..end].iter().map(|&token| Input::Known(token)).collect();
             let last = seq.drawn().checked_sub(1).filter(|_| end == seq.tokens.len());
             if self.overlap
@@ -181,7 +181,7 @@ impl Driver {
                 inputs[count - 1] = Input::Sampled { plan: seq.drew_in, seq: seq.id };
             }
             inputs.extend(guesses.iter().copied().map(Input::Known));
-            let mut samples = Vec::new();
+            let mut samples = Few::new();
             if end == seq.tokens.len() {
                 samples.push(seq.id);
                 if seq.drawn() == 0 {

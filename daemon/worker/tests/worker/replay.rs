@@ -251,9 +251,9 @@ fn a_bad_plan_writes_nothing_and_changes_nothing() {
     let row = |block: u32| Row {
         seq: 1,
         start: 0,
-        inputs: vec![Input::Known(5); 3],
+        inputs: vec![Input::Known(5); 3].into(),
         table: TableUpdate { from: 0, blocks: vec![block] },
-        samples: vec![1],
+        samples: [1].into(),
         drafts: 0,
     };
     let copies = vec![BlockCopy { from: 0, to: 3, tokens: 16 }];
@@ -286,7 +286,7 @@ pub fn breaks_alone(model: &TinyModel, hello: impl Fn(&Path) -> Hello) {
         start: 0,
         inputs: tokens.iter().copied().map(Input::Known).collect(),
         table: TableUpdate { from: 0, blocks: vec![block] },
-        samples: vec![seq],
+        samples: [seq].into(),
         drafts: 0,
     };
     let begin =
@@ -310,9 +310,9 @@ pub fn breaks_alone(model: &TinyModel, hello: impl Fn(&Path) -> Hello) {
     let next = |seq| Row {
         seq,
         start: 3,
-        inputs: vec![Input::Sampled { plan: 2, seq }],
+        inputs: [Input::Sampled { plan: 2, seq }].into(),
         table: TableUpdate { from: 1, blocks: vec![] },
-        samples: vec![seq],
+        samples: [seq].into(),
         drafts: 0,
     };
     let then = Plan { id: 3, rows: vec![next(2), next(1)], ..Plan::default() };

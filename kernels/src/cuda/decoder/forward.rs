@@ -155,6 +155,21 @@ impl<T: Half + GemmOutput> Work<T> {
             .count()
     }
 
+    /// Has what `set` uploads go to the device together.
+    pub(super) fn together(
+        &mut self,
+        stream: &Stream,
+        set: impl FnOnce(&mut Self) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        // SAFETY: buffers of `self` are set, which are neither freed nor replaced as long as it lives; kernels are queued behind.
+        unsafe { self.ring.hold() }?;
+        if let Err(error) = set(self) {
+            self.ring.discard();
+            return Err(error);
+        }
+        self.ring.flush(stream)
+    }
+
     /// Brings rows and tokens to the device, with padding up to `tokens` tokens.
     pub(super) fn set(
         &mut self,

@@ -1,4 +1,5 @@
-//! Norm, rotary embedding with KV write, activation, embedding, block copies, filling.
+//! Norm, rotary embedding with KV write, activation, embedding, block copies, uploads, filling.
+#![allow(unsafe_code)]
 
 use pagedd_core::BlockId;
 
@@ -6,8 +7,9 @@ use super::{Bench, Extent, Found, allowance, floats, halves, word, worst};
 use crate::Pairing;
 use crate::cpu::kv::KvRow;
 use crate::cuda::{
-    AddNorm, BlockCopies, CudaError, DeviceAngles, DeviceBatch, DeviceKvLayout, Drawn, Embed, Half, Indices,
-    RopeIntoKv, TokenSource, Tokens, add_rms_norm, copy_blocks, embed, fill_normal, rope_into_kv, silu_mul,
+    AddNorm, BlockCopies, Buffer, CudaError, DeviceAngles, DeviceBatch, DeviceKvLayout, Drawn, Embed, Half,
+    Indices, RopeIntoKv, TokenSource, Tokens, add_rms_norm, copy_blocks, embed, fill_normal, rope_into_kv,
+    silu_mul,
 };
 use crate::sample::philox4x32_10;
 
@@ -21,6 +23,7 @@ pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), Cu
         }
         silu::<T>(bench, 2, 1536)?;
         embedding::<T>(bench, 576)?;
+        uploads(bench, &[300, 1, 64])?;
         return copies::<T>(bench, false);
     }
     for (rows, hidden) in [(1, 576), (5, 64), (3, 3584), (7, 4096), (2, 8192), (2, 32_768)] {
@@ -45,6 +48,8 @@ pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), Cu
     }
     copies::<T>(bench, false)?;
     copies::<T>(bench, true)?;
+    uploads(bench, &[1, 2, 3, 4, 5, 0, 255, 256, 257, 70_000, 7, 8, 9, 10])?;
+    uploads(bench, &[200_000, 100, 262_144, 31])?;
     filling::<T>(bench)
 }
 
@@ -297,6 +302,31 @@ fn copies<T: Half>(bench: &mut Bench, by_layer: bool) -> Result<(), CudaError> {
         format!("{} {order} outermost", T::NAME),
         Found::Different { count, of: got.len() },
     );
+    Ok(())
+}
+
+/// Uploads of so many words that go together, and such as do not fit beside the others.
+fn uploads(bench: &mut Bench, words: &[usize]) -> Result<(), CudaError> {
+    let data: Vec<Vec<u32>> =
+        words.iter().zip(20..).map(|(&count, seed)| (0..count).map(|i| word(seed, i)).collect()).collect();
+    let mut places = Vec::new();
+    for &count in words {
+        places.push(Buffer::<u32>::zeroed(&bench.stream, count + 1)?);
+    }
+    // SAFETY: the buffers live until the end, and are read behind `flush`.
+    unsafe { bench.ring.hold() }?;
+    for (data, place) in data.iter().zip(&mut places) {
+        bench.ring.upload(&bench.stream, data, place.part_mut(0..data.len())?)?;
+    }
+    bench.ring.flush(&bench.stream)?;
+    let (mut count, mut of) = (0, 0);
+    for (data, place) in data.iter().zip(&places) {
+        let got = place.all().to_vec(&bench.stream)?;
+        // One element more than was uploaded: it stays as it was.
+        count += got.iter().zip(data.iter().chain(&[0])).filter(|(got, want)| got != want).count();
+        of += got.len();
+    }
+    bench.report("scatter", format!("{} pieces", words.len()), Found::Different { count, of });
     Ok(())
 }
 
