@@ -33,6 +33,6 @@ sha256_is() { [ "$(sha256sum "$1" | cut -d' ' -f1)" = "$2" ]; }
 
 # pip_wheel REQUIREMENT DIR: downloads one wheel or sdist, without its dependencies, into DIR.
 pip_wheel() {
-  python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$2" "$1" \
+  python3 -m pip download --quiet --disable-pip-version-check --no-cache-dir --no-deps --dest "$2" "$1" \
     || die "pip could not download $1; is the package index reachable?"
 }

@@ -95,7 +95,7 @@ def strike(server, kind, mark, options, asked, undisturbed):
     contradicted = 0
     for result in good:
         holds = result["tokens"] == options.output_len and kept(server.base, result["id"]) == (result["text"], result["tokens"])
-        contradicted += not holds or (undisturbed is not None and undisturbed[result["asked"]] != result["text"])
+        contradicted += not holds or (undisturbed is not None and undisturbed.get(result["asked"]) != result["text"])
     gaps = [1000 * gap for r in good for gap in r["gaps"]]
     row = {
         "fault": kind, "streams": options.streams, "running": sum(r["began"] + r["first"] < fault.at < r["ended"] for r in good),

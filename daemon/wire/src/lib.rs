@@ -8,6 +8,7 @@
 //! - [`template`]: daemon ⇄ a model's template process, over a blocking [`Channel`] that also carries sockets.
 
 mod channel;
+mod few;
 mod frame;
 pub mod gateway;
 pub mod template;

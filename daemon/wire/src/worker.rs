@@ -229,11 +229,13 @@ pub struct Row {
     /// First position computed; everything before it is in KV already.
     pub start: u32,
     /// Tokens at the row's positions; never empty.
+    #[serde(with = "crate::few")]
     pub inputs: Few<Input>,
     /// Change of the block table, made before the row computes.
     pub table: TableUpdate,
     /// What to draw from the logits of the row's last position before its guesses: nothing for a chunk that does not end the
     /// prompt, one sequence as a rule, all choices of a request at the end of its prompt. Each names a sequence that was begun.
+    #[serde(with = "crate::few")]
     pub samples: Few<u64>,
     /// How many of the inputs, the last ones, are guesses of what `seq` draws; fewer than there are inputs. It draws behind the
     /// input before the first guess, and behind each guess as long as the draw before it was that guess. Such a row's samples are
@@ -398,7 +400,7 @@ pub struct Output {
 /// What a GPU did in a step, and what its worker has recorded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct DeviceStep {
-    /// Time in which no kernel ran, between the step before and this one, in microseconds; copies to and from the device lie there. `None`
+    /// Time between the last kernel of the step before and the first of this one, in microseconds; copies of draws, inputs and blocks lie there. `None`
     /// where there is none before, or nothing was computed.
     pub idle_us: Option<u64>,
     /// Steps that are recorded as graphs so far.

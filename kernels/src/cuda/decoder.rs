@@ -137,7 +137,7 @@ pub struct Draws<'a> {
 /// Memory that partial results of decode attention may take.
 const PARTIAL_BYTES: usize = 512 << 20;
 /// The same of an exact decoder, which must have room for all rows that a step may have.
-const EXACT_BYTES: usize = 4 << 30;
+const EXACT_BYTES: usize = 8 << 30;
 /// Block copies of one launch.
 const COPIES: usize = 1024;
 
@@ -364,8 +364,8 @@ impl<T: Half + GemmOutput> Decoder<T> {
         Ok(Draws { drawn, logprobs, ranked, stride })
     }
 
-    /// Microseconds in which no kernel ran between the step before that of `ticket` and this one: what is copied to and from the device lies
-    /// there, copies of blocks too. `None` of a first step, of one without rows, and of one behind such a step. The draws were waited for,
+    /// Microseconds between the last kernel of the step before that of `ticket` and the first of this one: what is copied to and from the
+    /// device lies there, copies of blocks too. `None` of a first step, of one without rows, and of one behind such a step. The draws were waited for,
     /// and none of a step after the next were queued.
     ///
     /// # Errors

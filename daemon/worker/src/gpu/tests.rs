@@ -125,11 +125,11 @@ fn a_deterministic_step_whose_partial_results_would_take_the_gpus_memory_is_refu
     };
     let error = refused(&limits(8192, 131_072, true));
     assert!(error.starts_with("max_num_batched_tokens: 8192: "), "{error}");
-    assert!(error.ends_with("lower it to 504, or max_model_len to 7936"), "{error}");
+    assert!(error.ends_with("lower it to 1008, or max_model_len to 16128"), "{error}");
     // What it names is taken.
-    check_exact(&llama, &limits(504, 131_072, true)).unwrap();
-    check_exact(&llama, &limits(8192, 7936, true)).unwrap();
-    let seats = DecoderLimits { rows: 600, ..limits(300, 131_072, true) };
-    assert!(refused(&seats).starts_with("max_num_seqs: 600: "), "{}", refused(&seats));
+    check_exact(&llama, &limits(1008, 131_072, true)).unwrap();
+    check_exact(&llama, &limits(8192, 16_128, true)).unwrap();
+    let seats = DecoderLimits { rows: 1200, ..limits(300, 131_072, true) };
+    assert!(refused(&seats).starts_with("max_num_seqs: 1200: "), "{}", refused(&seats));
     check_exact(&llama, &limits(8192, 131_072, false)).unwrap();
 }
