@@ -98,5 +98,5 @@ fn an_exact_decoder_is_made_for_as_many_rows_and_positions_as_its_partial_result
         }
     }
     let llama = DecoderShape { heads: 32, kv_heads: 8, head_dim: 128, ..shape(true, false) };
-    assert_eq!(exact_rows(&llama, 131_072), 504, "131,072 positions are 512 splits of 16,640 bytes");
+    assert_eq!(exact_rows(&llama, 131_072), 1008, "131,072 positions are 512 splits of 16,640 bytes");
 }
