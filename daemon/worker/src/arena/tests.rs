@@ -114,8 +114,8 @@ fn large_pages_change_no_byte_and_a_later_mapping_has_them_too() {
     // The first of them has the header in it, which was read to get here.
     assert!(arena.data().iter().enumerate().all(|(at, &byte)| byte == bytes(at)));
     let large = large_bytes(&arena.mapping);
-    // Where the kernel refused one, which it does while memory is short, others may be large all the same.
-    assert!(!granted || large == EXTENT + 3 * LARGE_PAGE, "{large} bytes");
+    // The kernel refuses some while memory is short: the others stay.
+    assert_eq!(granted, large == EXTENT + 3 * LARGE_PAGE, "{large} bytes");
 }
 
 #[test]
