@@ -4,7 +4,7 @@ use super::forward::Work;
 use super::{Decoder, Recordings};
 use crate::cuda::buffer::View;
 use crate::cuda::error::CudaError;
-use crate::cuda::gemm::{Algorithms, AlgorithmsError, GemmOutput, GemmShape, Tuning};
+use crate::cuda::gemm::{Algorithms, AlgorithmsError, GemmOutput, GemmShape, Tuning, bucket};
 use crate::cuda::launch::Half;
 use crate::cuda::stream::Stream;
 
@@ -14,7 +14,7 @@ const LAYERS: usize = 8;
 const PROPOSALS: usize = 8;
 
 impl<T: Half + GemmOutput> Decoder<T> {
-    /// Times the products of this decoder, for every number of rows that a power of two stands for, and keeps the fastest algorithms. Waits;
+    /// Times the products of this decoder, for every bucket of rows, and keeps the fastest algorithms. Waits;
     /// seconds for a large model. What scratch memory holds is lost.
     ///
     /// # Errors
@@ -28,7 +28,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
             if rows >= most {
                 return Ok(self.work.gemm.algorithms());
             }
-            rows *= 2;
+            rows = bucket(rows + 1);
         }
     }
 
@@ -93,7 +93,7 @@ impl<T: Half + GemmOutput> Work<T> {
         let down = GemmShape { inputs: ffn, outputs: hidden };
         gemm.tune::<T, T>(stream, down, Tuning { x, weights: &weights, out, most })?;
 
-        if rows > wanted.next_power_of_two() {
+        if rows > bucket(wanted) {
             return Ok(());
         }
         let rows = rows.min(wanted);

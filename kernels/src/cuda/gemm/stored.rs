@@ -9,10 +9,10 @@ use std::fmt;
 
 use cudarc::cublaslt::sys::cudaDataType;
 
-use super::{Algorithm, CudaError, GemmShape, Key, Types};
+use super::{Algorithm, CudaError, GemmShape, Key, Types, bucket};
 
 const MAGIC: [u8; 8] = *b"pagedgmm";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Bytes of an entry.
 const ENTRY: usize = 3 * 8 + 2 * 4 + 8 * 8;
 
@@ -200,7 +200,7 @@ impl<'a> Rest<'a> {
     fn entry(&mut self) -> Option<Kept> {
         let mut size = || self.u64().and_then(|size| usize::try_from(size).ok());
         let shape = GemmShape { inputs: size()?, outputs: size()? };
-        let bucket = size().filter(|rows| rows.is_power_of_two())?;
+        let bucket = size().filter(|rows| bucket(*rows) == *rows)?;
         super::check(shape).ok()?;
         let inputs = data_type(self.u32()?).filter(|&ty| ty != cudaDataType::CUDA_R_32F)?;
         let output = data_type(self.u32()?)?;

@@ -43,7 +43,7 @@ pub struct Tuned {
 
 impl Gemm {
     /// Times the algorithms that cuBLASLt proposes for a shape and the rows of `with`, and keeps the fastest for the bucket that they are in.
-    /// The rows of a bucket share it: best tune with its last, a power of two. Waits; milliseconds for each proposal.
+    /// The rows of a bucket share it: best tune with its last. Waits; milliseconds for each proposal.
     ///
     /// Times differ from run to run, and so may the choice: keep [`algorithms`](Self::algorithms) where bits must stay the same.
     ///

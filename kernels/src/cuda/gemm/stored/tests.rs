@@ -13,6 +13,7 @@ fn algorithms() -> Algorithms {
         kept(4096, 6144, 1, half, 1),
         kept(4096, 128_256, 1, single, 4),
         kept(576, 64, 8192, half, 2),
+        kept(576, 64, 320, half, 5),
     ];
     Algorithms::new(place, list)
 }
@@ -32,7 +33,7 @@ fn stored_algorithms_are_read_as_they_were_kept_and_in_one_order() {
     assert_eq!(reversed.to_bytes(), bytes);
     let none = Algorithms::new(kept.place.clone(), Vec::new());
     assert_eq!(Algorithms::from_bytes(&none.to_bytes()), Ok(none));
-    assert_eq!((kept.len(), kept.is_empty(), kept.kept[0].key.shape.inputs), (4, false, 576));
+    assert_eq!((kept.len(), kept.is_empty(), kept.kept[0].key.shape.inputs), (5, false, 576));
 }
 
 #[test]
@@ -56,7 +57,7 @@ fn sizes_and_types_that_no_product_has_are_told_also_with_a_right_checksum() {
     let body = &bytes[..bytes.len() - 8];
     let entry = body.len() - ENTRY;
     // Inputs, outputs, bucket, both types, in the last entry.
-    for (at, value) in [(0, 4095_u32), (8, 0), (16, 3), (24, 0), (24, 99), (28, 99)] {
+    for (at, value) in [(0, 4095_u32), (8, 0), (16, 3), (16, 300), (16, 640), (24, 0), (24, 99), (28, 99)] {
         let mut changed = body.to_vec();
         changed[entry + at..][..4].copy_from_slice(&value.to_le_bytes());
         let answer = Algorithms::from_bytes(&with_checksum(changed));
@@ -79,4 +80,14 @@ fn a_list_of_another_place_names_both() {
     let text = AlgorithmsError::Elsewhere { theirs, ours }.to_string();
     assert!(text.contains("cuBLASLt 130002 on \"NVIDIA H200\" of 132 multiprocessors"), "{text}");
     assert!(text.contains("130100") && text.lines().count() == 1, "{text}");
+}
+
+#[test]
+fn every_number_of_rows_is_in_a_bucket_that_is_its_own() {
+    for rows in 1..3000 {
+        let most = bucket(rows);
+        assert!(most >= rows && bucket(most) == most && (most < 2 * rows || rows == 1), "{rows} in {most}");
+    }
+    assert_eq!([255, 257, 320, 449, 513].map(bucket), [256, 320, 320, 512, 1024]);
+    assert_eq!(bucket(usize::MAX), usize::MAX);
 }
