@@ -33,8 +33,10 @@ pub use decoder::{
 };
 pub use device::{Device, DeviceInfo};
 pub use elementwise::{
-    BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, read_nowhere, silu_mul,
+    BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, silu_mul,
 };
+#[cfg(feature = "failpoints")]
+pub use elementwise::read_nowhere;
 pub use error::CudaError;
 pub use gemm::{
     Algorithm, Algorithms, AlgorithmsError, Gemm, GemmOutput, GemmShape, Tuned, Tuning, products_version,

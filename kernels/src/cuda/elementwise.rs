@@ -313,6 +313,7 @@ pub fn copy_blocks(
 ///
 /// # Errors
 /// The device has failed already; what this does to it shows at a later call.
+#[cfg(feature = "failpoints")]
 pub fn read_nowhere(stream: &Stream) -> Result<(), CudaError> {
     let params = CopyArgs {
         copies: NOWHERE,
