@@ -266,35 +266,17 @@ impl WorkerProcess {
         WorkersExhausted { reason }
     }
 
-    /// One start, up to `Ready`.
+    /// One start, up to `Ready`. The new worker is started while the old one ends: it opens its GPU meanwhile, but is given no arena.
     fn launch(&mut self) -> Result<ModelInfo, StartError> {
+        if let Some(Running { child, .. }) = &self.running {
+            // It has the time of the start to be gone in.
+            child.kill().map_err(|e| StartError::Final(format!("kill worker {}: {e}", child.pid())))?;
+        }
+        let next = self.spawn()?;
+        let pid = next.child.pid();
         self.fence().map_err(StartError::Final)?;
-        fail_point!("worker-spawn", |_| Err(StartError::Retry("fail point worker-spawn".to_owned())));
         let spec = &self.spec;
-        let (ours, theirs) =
-            UnixStream::pair().map_err(|e| StartError::Retry(format!("socket pair: {e}")))?;
-        let child = pagedd_host::spawn(Spawn {
-            program: spec.program.clone(),
-            args: Vec::new(),
-            env: spec.env.clone(),
-            fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
-            cgroup: None,
-            identity: None,
-            sandbox: Sandbox { no_new_privs: true },
-        })
-        .map_err(|e| match e {
-            SpawnError::Nul { .. } | SpawnError::FdNumber { .. } | SpawnError::Exec { .. } => {
-                StartError::Final(e.to_string())
-            }
-            SpawnError::Step { .. } => StartError::Retry(e.to_string()),
-        })?;
-        let pid = child.pid();
-        self.starts += 1;
-        let child = OwnChild::from(child);
-        // A worker that hangs need not read either.
-        ours.set_write_timeout(Some(STEP_DEADLINE)).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
-        let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
-        let running = self.running.insert(Running { child, channel });
+        let running = self.running.insert(next);
         fail_point!("worker-spawned", |_| Err(StartError::Retry("fail point worker-spawned".to_owned())));
         self.arenas.lend(running.child.as_fd()).map_err(|e| StartError::Retry(e.to_string()))?;
         let (weights, kv) = (self.arenas.weights(), self.arenas.kv());
@@ -392,6 +374,39 @@ impl WorkerProcess {
                 }
             }
         }
+    }
+
+    /// A process that waits for its `Hello`.
+    fn spawn(&mut self) -> Result<Running, StartError> {
+        fail_point!("worker-spawn", |_| Err(StartError::Retry("fail point worker-spawn".to_owned())));
+        let spec = &self.spec;
+        let (ours, theirs) =
+            UnixStream::pair().map_err(|e| StartError::Retry(format!("socket pair: {e}")))?;
+        let args = match spec.hello.device {
+            Device::Cpu => Vec::new(),
+            Device::Cuda { ordinal } => vec!["--gpu".into(), ordinal.to_string().into()],
+        };
+        let child = pagedd_host::spawn(Spawn {
+            program: spec.program.clone(),
+            args,
+            env: spec.env.clone(),
+            fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
+            cgroup: None,
+            identity: None,
+            sandbox: Sandbox { no_new_privs: true },
+        })
+        .map_err(|e| match e {
+            SpawnError::Nul { .. } | SpawnError::FdNumber { .. } | SpawnError::Exec { .. } => {
+                StartError::Final(e.to_string())
+            }
+            SpawnError::Step { .. } => StartError::Retry(e.to_string()),
+        })?;
+        self.starts += 1;
+        let child = OwnChild::from(child);
+        // A worker that hangs need not read either.
+        ours.set_write_timeout(Some(STEP_DEADLINE)).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
+        let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
+        Ok(Running { child, channel })
     }
 
     /// Ends the old worker and proves it gone, so that no two processes ever write one arena.

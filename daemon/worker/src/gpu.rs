@@ -3,6 +3,7 @@
 //! **Owns** what of a model goes where on the device, and the way from a batch to draws there. **Never** checks a plan, and never repairs a
 //! device that failed: the process ends, and another maps the arenas.
 
+mod ahead;
 mod arena;
 mod load;
 
@@ -25,6 +26,7 @@ use pagedd_wire::worker::{
     Arena as WhichArena, BlockCopy, DeviceStep, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled,
 };
 
+pub use self::ahead::open_ahead;
 use crate::arena::{HEADER_BYTES, Header, Kind};
 use crate::batch::{self, Batch, BatchRow, Limits};
 use crate::load::LoadError;
@@ -120,7 +122,7 @@ pub fn load(
     let request = KvRequest::new(hello, config.context.0, layout.block_stride as u64);
     let most = decoder_limits(&Steps::of(hello, &request));
     check_exact(&shape, &most)?;
-    let device = Device::open(ordinal as usize)?;
+    let device = ahead::open(ordinal)?;
     let stream = device.stream()?;
     let threads = hello.threads.map_or_else(
         || std::thread::available_parallelism().map_or(1, usize::from),
