@@ -426,10 +426,7 @@ impl WorkerProcess {
 
     /// Sends, also to a worker that has ended: what it said last is still to be read.
     fn tell(&mut self, message: &ToWorker) -> Result<(), WorkerLost> {
-        match self.channel()?.send(message, &[]) {
-            Ok(()) | Err(ChannelError::Closed) => Ok(()),
-            Err(error) => Err(lost(&error)),
-        }
+        unless_closed(self.channel()?.send(message, &[]))
     }
 
     fn channel(&mut self) -> Result<&mut Channel, WorkerLost> {
@@ -446,7 +443,11 @@ impl Worker for WorkerProcess {
         let predicted = Duration::from_micros(us as u64);
         self.submitted.push_back(Submitted { plan: plan.id, at: Instant::now(), predicted });
         fail_point!("before-plan", |_| Err(WorkerLost { reason: "fail point before-plan".to_owned() }));
-        self.tell(&ToWorker::Plan(convert::plan(plan)))
+        // It goes out with what is asked next: the output of the oldest plan. Only the first of two does not wait for the second to be made.
+        let first = self.submitted.len() == 1 && self.device() != Device::Cpu;
+        let channel = self.channel()?;
+        let held = convert::hold_plan(plan, channel);
+        unless_closed(held.and_then(|()| if first { channel.flush() } else { Ok(()) }))
     }
 
     fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
@@ -515,6 +516,14 @@ fn resync(channel: &mut Channel, states: Vec<SequenceState>) -> Result<(), Worke
         | FromWorker::Ready(_) => {
             Err(WorkerLost { reason: "it answered a resync with something else".to_owned() })
         }
+    }
+}
+
+/// What was sent, also to a worker that has ended.
+fn unless_closed(sent: Result<(), ChannelError>) -> Result<(), WorkerLost> {
+    match sent {
+        Ok(()) | Err(ChannelError::Closed) => Ok(()),
+        Err(error) => Err(lost(&error)),
     }
 }
 

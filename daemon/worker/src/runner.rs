@@ -366,10 +366,11 @@ impl ModelRunner {
             Input::Known(_) => false,
             Input::Sampled { plan, seq } => matches!(self.sequences.drawn(plan, seq), Some(Draw::Pending(_))),
         };
-        plan.rows.iter().any(|row| {
-            self.sequences.get(row.seq).is_some_and(|sequence| sequence.known().is_some())
-                && row.inputs.iter().any(unknown)
-        })
+        self.sequences.remember()
+            && plan.rows.iter().any(|row| {
+                self.sequences.get(row.seq).is_some_and(|sequence| sequence.known().is_some())
+                    && row.inputs.iter().any(unknown)
+            })
     }
 
     /// Waits for the oldest plan that is not done.

@@ -3,7 +3,7 @@
 //! **Owns** block tables, sampling parameters and the tokens drawn by recent plans. **Never** decides anything: all of it is soft,
 //! and [`Sequences::resync`] replaces it.
 
-use std::collections::BTreeMap;
+use std::collections::VecDeque;
 
 use pagedd_core::{BlockId, NumberMap, SamplingParams};
 use pagedd_wire::worker::{Begin, SequenceState};
@@ -71,18 +71,32 @@ pub enum Draw {
     Pending(u32),
 }
 
+/// What a plan drew.
+#[derive(Default, Debug)]
+struct Drawn {
+    plan: u64,
+    /// By sequence, ascending: rows come in that order as a rule, so that each is added at the end.
+    draws: Vec<(u64, Draw)>,
+}
+
 /// All sequences.
 #[derive(Default, Debug)]
 pub struct Sequences {
     live: NumberMap<u64, Sequence>,
-    /// By plan, then by sequence.
-    drawn: BTreeMap<u64, NumberMap<u64, Draw>>,
+    /// Of the live ones, those whose tokens are kept.
+    remembered: usize,
+    /// Plans that ended sequences, and these.
+    ended: Vec<(u64, u64)>,
+    /// Of recent plans, ascending.
+    drawn: VecDeque<Drawn>,
+    /// Kept for its memory.
+    spare: Vec<(u64, Draw)>,
 }
 
 impl Sequences {
     /// Forgets everything; these are the live ones.
     pub fn resync(&mut self, states: Vec<SequenceState>) {
-        self.drawn.clear();
+        (self.drawn, self.ended) = (VecDeque::new(), Vec::new());
         self.live = states
             .into_iter()
             .map(|s| {
@@ -98,6 +112,12 @@ impl Sequences {
                 (s.seq, sequence)
             })
             .collect();
+        self.remembered = self.live.values().filter(|sequence| sequence.history.is_some()).count();
+    }
+
+    /// Whether tokens of any sequence are kept.
+    pub fn remember(&self) -> bool {
+        self.remembered > 0
     }
 
     /// One sequence.
@@ -107,18 +127,32 @@ impl Sequences {
 
     /// What `seq` drew in `plan`.
     pub fn drawn(&self, plan: u64, seq: u64) -> Option<Draw> {
-        self.drawn.get(&plan)?.get(&seq).copied()
+        let draws =
+            &self.drawn.iter().rev().find(|drawn| drawn.plan <= plan).filter(|of| of.plan == plan)?.draws;
+        draws.binary_search_by_key(&seq, |(seq, _)| *seq).ok().map(|at| draws[at].1)
     }
 
     /// Forgets what plans before `plan` have ended, and draws too old to be asked for.
     pub fn forget_before(&mut self, plan: u64) {
-        self.live.retain(|_, s| s.ended.is_none_or(|ended| ended >= plan));
-        self.drawn = self.drawn.split_off(&plan.saturating_sub(RECENT_PLANS));
+        let ended = self.ended.extract_if(.., |(by, _)| *by < plan);
+        for (by, seq) in ended {
+            // It may have begun again.
+            if self.live.get(&seq).is_some_and(|sequence| sequence.ended == Some(by)) {
+                self.remembered -= usize::from(self.live.remove(&seq).is_some_and(|s| s.history.is_some()));
+            }
+        }
+        let old = plan.saturating_sub(RECENT_PLANS);
+        while self.drawn.front().is_some_and(|drawn| drawn.plan < old) {
+            self.spare = self.drawn.pop_front().unwrap_or_default().draws;
+        }
     }
 
     /// A sequence enters, replacing what has its id.
     pub fn begin(&mut self, begin: &Begin) {
-        self.live.insert(begin.seq, begin.into());
+        let sequence = Sequence::from(begin);
+        self.remembered += usize::from(sequence.history.is_some());
+        let before = self.live.insert(begin.seq, sequence);
+        self.remembered -= usize::from(before.is_some_and(|sequence| sequence.history.is_some()));
     }
 
     /// `table[from..] = blocks`, `from` being at most the table's length.
@@ -148,18 +182,32 @@ impl Sequences {
 
     /// `seq` drew in `plan`.
     pub fn record(&mut self, plan: u64, seq: u64, draw: Draw) {
-        let room = || {
-            let mut room = NumberMap::default();
-            room.reserve(self.live.len());
-            room
-        };
-        self.drawn.entry(plan).or_insert_with(room).insert(seq, draw);
+        let draws = self.draws_of(plan);
+        if draws.last().is_none_or(|(last, _)| *last < seq) {
+            return draws.push((seq, draw));
+        }
+        match draws.binary_search_by_key(&seq, |(seq, _)| *seq) {
+            Ok(at) => draws[at].1 = draw,
+            Err(at) => draws.insert(at, (seq, draw)),
+        }
+    }
+
+    /// The draws of a plan; a new one is the last as a rule, an older one runs again.
+    fn draws_of(&mut self, plan: u64) -> &mut Vec<(u64, Draw)> {
+        let at = self.drawn.partition_point(|drawn| drawn.plan < plan);
+        if self.drawn.get(at).is_none_or(|drawn| drawn.plan != plan) {
+            let mut draws = std::mem::take(&mut self.spare);
+            draws.clear();
+            self.drawn.insert(at, Drawn { plan, draws });
+        }
+        &mut self.drawn[at].draws
     }
 
     /// No later plan names `seq`.
     pub fn end(&mut self, plan: u64, seq: u64) {
         if let Some(sequence) = self.live.get_mut(&seq) {
             sequence.ended = Some(plan);
+            self.ended.push((plan, seq));
         }
     }
 }

@@ -98,11 +98,7 @@ fn one_line(text: &str) -> String {
 }
 
 /// The model is put into `runner` as soon as it is there.
-fn converse(
-    channel: &mut Channel,
-    load: Load,
-    runner: &mut Option<ModelRunner>,
-) -> Result<(), ServeError> {
+fn converse(channel: &mut Channel, load: Load, runner: &mut Option<ModelRunner>) -> Result<(), ServeError> {
     let hello = match channel.recv()? {
         ToWorker::Hello(hello) => hello,
         ToWorker::Shutdown => return Ok(()),

@@ -9,7 +9,8 @@ use std::time::Duration;
 use pagedd_core::StepCost;
 use pagedd_wire::Channel;
 use pagedd_wire::worker::{
-    Arena as Which, BlockCopy, Dtype, FromWorker, Hello, ModelInfo, Plan, Sampled, ToWorker};
+    Arena as Which, BlockCopy, Dtype, FromWorker, Hello, ModelInfo, Plan, Sampled, ToWorker,
+};
 use pagedd_worker::arena::{Arena, Header, Kind};
 use pagedd_worker::batch::{Batch, Limits};
 use pagedd_worker::load::LoadError;
@@ -109,7 +110,9 @@ fn a_worker_whose_device_fails_says_so_and_leaves_its_memory_to_the_system() {
     while !matches!(channel.recv_timeout(LIMIT).unwrap(), FromWorker::Ready(_)) {}
     channel.send(&ToWorker::Plan(Plan { id: 1, ..Plan::default() }), &[]).unwrap();
     channel.send(&ToWorker::Collect, &[]).unwrap();
-    let FromWorker::Failed { error, retry } = channel.recv_timeout(LIMIT).unwrap() else { panic!("no failure") };
+    let FromWorker::Failed { error, retry } = channel.recv_timeout(LIMIT).unwrap() else {
+        panic!("no failure")
+    };
     assert!(error.contains("an illegal address") && retry, "{error}");
     worker.join().unwrap().unwrap_err();
     assert!(!LET_GO.load(Ordering::SeqCst), "it gave back piece by piece what the system takes at once");
