@@ -532,18 +532,4 @@ fn lost(error: &ChannelError) -> WorkerLost {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_slow_step_does_not_let_the_next_hang_for_hours() {
-        let seconds = |slowest| deadline(Duration::ZERO, Duration::from_secs(slowest)).as_secs();
-        assert_eq!([0, 1, 5, 29, 299].map(seconds), [30, 30, 50, 290, 300]);
-    }
-
-    #[test]
-    fn a_step_has_ten_times_what_was_predicted_for_it_also_where_that_is_long() {
-        let seconds = |predicted| deadline(Duration::from_secs(predicted), Duration::from_secs(4)).as_secs();
-        assert_eq!([0, 1, 4, 9, 60].map(seconds), [40, 40, 40, 90, 600]);
-    }
-}
+mod tests;

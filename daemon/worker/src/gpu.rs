@@ -122,8 +122,11 @@ pub fn load(
     let request = KvRequest::new(hello, config.context.0, layout.block_stride as u64);
     let most = decoder_limits(&Steps::of(hello, &request));
     check_exact(&shape, &most)?;
+    let begun = Instant::now();
+    let us = || begun.elapsed().as_micros() as u64;
     let device = ahead::open(ordinal)?;
     let stream = device.stream()?;
+    let opened_us = us();
     let threads = hello.threads.map_or_else(
         || std::thread::available_parallelism().map_or(1, usize::from),
         |threads| threads.clamp(1, 64) as usize,
@@ -152,15 +155,18 @@ pub fn load(
         kernels: format!("sm_{}{}", device.info().capability.0, device.info().capability.1),
         ..info(&source, &request)
     };
+    let arenas_us = us();
     let memory = DecoderMemory { weights, kv, offset: HEADER_BYTES };
     let most = DecoderLimits { blocks, ..most };
     let draws = most.draws;
     let mut decoder = Decoder::new(&stream, shape, layout, memory, most)?;
+    let decoder_us = us();
     let algorithms = algorithms(&mut decoder, hello)?;
     decoder.synchronize()?;
     let deterministic = hello.deterministic;
     let told = DeviceStep { beside_bytes: beside(&stream, decoder.memory())?, ..DeviceStep::default() };
     tracing::info!(beside_bytes = told.beside_bytes, "memory of the GPU in use beside weights and KV blocks");
+    tracing::debug!(opened_us, arenas_us, decoder_us, ready_us = us(), "from the hello on");
     let model = GpuModel {
         decoder,
         stream,
