@@ -95,7 +95,13 @@ impl Flavor for Tail<'_> {
     }
 
     fn try_extend(&mut self, bytes: &[u8]) -> postcard::Result<()> {
-        self.0.extend_from_slice(bytes);
+        // Most are short numbers: lengths that the compiler knows cost no call.
+        match *bytes {
+            [a] => self.0.push(a),
+            [a, b] => self.0.extend_from_slice(&[a, b]),
+            [a, b, c] => self.0.extend_from_slice(&[a, b, c]),
+            _ => self.0.extend_from_slice(bytes),
+        }
         Ok(())
     }
 

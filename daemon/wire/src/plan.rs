@@ -83,12 +83,19 @@ impl RowWriter<'_> {
     }
 
     /// Seven bits a byte, the lowest first.
-    fn number(&mut self, mut rest: u64) {
-        while rest >= 0x80 {
-            self.0.push(rest as u8 | 0x80);
-            rest >>= 7;
+    fn number(&mut self, number: u64) {
+        let more = |shift: u32| (number >> shift) as u8 | 0x80;
+        let last = |shift: u32| (number >> shift) as u8;
+        // Most numbers are short, and added in one go.
+        match number {
+            0..=0x7f => self.0.push(last(0)),
+            0x80..=0x3fff => self.0.extend_from_slice(&[more(0), last(7)]),
+            0x4000..=0x1f_ffff => self.0.extend_from_slice(&[more(0), more(7), last(14)]),
+            0x20_0000.. => {
+                self.0.extend_from_slice(&[more(0), more(7), more(14)]);
+                self.number(number >> 21);
+            }
         }
-        self.0.push(rest as u8);
     }
 }
 

@@ -7,7 +7,7 @@ use std::ops::Range;
 use pagedd_core::{BlockId, Few, NumberMap, SamplingParams};
 use pagedd_wire::worker::{BlockCopy, Input, MOST_DRAFTS, Plan, Row, SequenceState};
 
-use crate::sequence::{Draw, Sequence, Sequences};
+use crate::sequence::{Draw, Draws, Sequence, Sequences};
 
 /// A plan contradicts itself, the arenas, or what earlier plans said. The daemon is broken: there is no going on.
 #[derive(thiserror::Error, Clone, PartialEq, Eq, Debug)]
@@ -273,6 +273,7 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
     batch.rows.reserve(plan.rows.len());
     batch.unknown.reserve(inputs.min(plan.rows.len()));
     let mut written = Vec::with_capacity(plan.rows.len());
+    let mut draws = sequences.draws();
     for (index, row) in plan.rows.iter().enumerate() {
         let (base, known) = match (begun.get(&row.seq), sequences.get(row.seq)) {
             (Some(begin), _) => (&[][..], Sequence::from(*begin).known()),
@@ -291,7 +292,7 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
                 return Err(PlanError::UnknownSequence { seq });
             }
         }
-        lay_out(row, plan.id, sequences, limits, &mut batch)?;
+        lay_out(row, plan.id, &mut draws, limits, &mut batch)?;
     }
     check_overlap(written)?;
     Ok(batch)
@@ -443,7 +444,7 @@ fn check_overlap(mut written: Vec<Written>) -> Result<(), PlanError> {
 fn lay_out(
     row: &Row,
     plan: u64,
-    sequences: &Sequences,
+    draws: &mut Draws<'_>,
     limits: &Limits,
     batch: &mut Batch,
 ) -> Result<(), PlanError> {
@@ -453,7 +454,7 @@ fn lay_out(
         let token = match input {
             Input::Known(token) => token,
             Input::Sampled { plan: of_plan, seq: of } => {
-                let draw = if of_plan < plan { sequences.drawn(of_plan, of) } else { None };
+                let draw = if of_plan < plan { draws.get(of_plan, of) } else { None };
                 match draw {
                     Some(Draw::Token(token)) => token,
                     Some(Draw::Pending(draw)) => {
@@ -480,7 +481,7 @@ fn lay_out(
             seq: row.seq,
             start: row.start,
             tokens: first..batch.tokens.len(),
-            samples: row.samples.clone(),
+            samples: Few::from_slice(&row.samples),
             drafts: row.drafts as usize,
         });
     } else {

@@ -75,8 +75,8 @@ fn main() -> ExitCode {
     if let Some(ordinal) = gpu {
         pagedd_worker::gpu::open_ahead(ordinal);
     }
-    #[cfg(not(feature = "cuda"))]
-    drop(gpu);
+    // Without GPU support nothing opens one.
+    let _ = gpu;
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -77,6 +77,51 @@ struct Drawn {
     plan: u64,
     /// By sequence, ascending: rows come in that order as a rule, so that each is added at the end.
     draws: Vec<(u64, Draw)>,
+    /// Behind the one that was changed last: the next one to be, as a rule.
+    next: usize,
+}
+
+impl Drawn {
+    fn set(&mut self, seq: u64, draw: Draw) {
+        let Self { draws, next, .. } = self;
+        if draws.last().is_none_or(|(last, _)| *last < seq) {
+            return draws.push((seq, draw));
+        }
+        match place(draws, *next, seq) {
+            Ok(at) => (draws[at].1, *next) = (draw, at + 1),
+            Err(at) => draws.insert(at, (seq, draw)),
+        }
+    }
+}
+
+/// Where `seq` stands in `draws`, as a rule at `next`; or where it would.
+fn place(draws: &[(u64, Draw)], next: usize, seq: u64) -> Result<usize, usize> {
+    match draws.get(next) {
+        Some((there, _)) if *there == seq => Ok(next),
+        Some(_) | None => draws.binary_search_by_key(&seq, |(seq, _)| *seq),
+    }
+}
+
+/// Looks up draws, one after the other as they were made.
+#[derive(Debug)]
+pub struct Draws<'a> {
+    sequences: &'a Sequences,
+    plan: u64,
+    of_plan: &'a [(u64, Draw)],
+    next: usize,
+}
+
+impl Draws<'_> {
+    /// What `seq` drew in `plan`.
+    pub fn get(&mut self, plan: u64, seq: u64) -> Option<Draw> {
+        if self.plan != plan {
+            let drawn = self.sequences.drawn.iter().rev().find(|drawn| drawn.plan == plan)?;
+            (self.plan, self.of_plan, self.next) = (plan, &drawn.draws, 0);
+        }
+        let at = place(self.of_plan, self.next, seq).ok()?;
+        self.next = at + 1;
+        Some(self.of_plan[at].1)
+    }
 }
 
 /// All sequences.
@@ -125,11 +170,10 @@ impl Sequences {
         self.live.get(&seq)
     }
 
-    /// What `seq` drew in `plan`.
-    pub fn drawn(&self, plan: u64, seq: u64) -> Option<Draw> {
-        let draws =
-            &self.drawn.iter().rev().find(|drawn| drawn.plan <= plan).filter(|of| of.plan == plan)?.draws;
-        draws.binary_search_by_key(&seq, |(seq, _)| *seq).ok().map(|at| draws[at].1)
+    /// What recent plans drew.
+    pub fn draws(&self) -> Draws<'_> {
+        // Plans are counted from 1.
+        Draws { sequences: self, plan: 0, of_plan: &[], next: 0 }
     }
 
     /// Forgets what plans before `plan` have ended, and draws too old to be asked for.
@@ -182,25 +226,15 @@ impl Sequences {
 
     /// `seq` drew in `plan`.
     pub fn record(&mut self, plan: u64, seq: u64, draw: Draw) {
-        let draws = self.draws_of(plan);
-        if draws.last().is_none_or(|(last, _)| *last < seq) {
-            return draws.push((seq, draw));
+        // One of the last.
+        let at = self.drawn.iter().rposition(|drawn| drawn.plan <= plan);
+        if let Some(drawn) = at.and_then(|at| self.drawn.get_mut(at)).filter(|drawn| drawn.plan == plan) {
+            return drawn.set(seq, draw);
         }
-        match draws.binary_search_by_key(&seq, |(seq, _)| *seq) {
-            Ok(at) => draws[at].1 = draw,
-            Err(at) => draws.insert(at, (seq, draw)),
-        }
-    }
-
-    /// The draws of a plan; a new one is the last as a rule, an older one runs again.
-    fn draws_of(&mut self, plan: u64) -> &mut Vec<(u64, Draw)> {
-        let at = self.drawn.partition_point(|drawn| drawn.plan < plan);
-        if self.drawn.get(at).is_none_or(|drawn| drawn.plan != plan) {
-            let mut draws = std::mem::take(&mut self.spare);
-            draws.clear();
-            self.drawn.insert(at, Drawn { plan, draws });
-        }
-        &mut self.drawn[at].draws
+        let mut draws = std::mem::take(&mut self.spare);
+        draws.clear();
+        draws.push((seq, draw));
+        self.drawn.insert(at.map_or(0, |at| at + 1), Drawn { plan, draws, next: 0 });
     }
 
     /// No later plan names `seq`.
@@ -248,9 +282,24 @@ mod tests {
             all.forget_before(plan);
             all.record(plan, 5, Draw::Token(plan as u32));
         }
-        assert_eq!(all.drawn(99, 5), Some(Draw::Token(99)));
-        assert_eq!(all.drawn(99, 6), None);
+        assert_eq!(all.draws().get(99, 5), Some(Draw::Token(99)));
+        assert_eq!(all.draws().get(99, 6), None);
         assert!(all.drawn.len() as u64 <= RECENT_PLANS + 1);
+    }
+
+    #[test]
+    fn draws_are_found_in_any_order_and_the_last_word_counts() {
+        let mut all = Sequences::default();
+        for (plan, seq, token) in [(2, 5, 1), (2, 9, 2), (2, 3, 3), (1, 7, 4), (2, 7, 5), (2, 9, 6)] {
+            all.record(plan, seq, Draw::Token(token));
+        }
+        all.record(2, 3, Draw::Failed);
+        let mut draws = all.draws();
+        let found = [(2, 3), (2, 5), (1, 7), (2, 9), (2, 7), (1, 9), (3, 7), (2, 7)];
+        let found = found.map(|(plan, seq)| draws.get(plan, seq));
+        let token = |token| Some(Draw::Token(token));
+        let expected = [Some(Draw::Failed), token(1), token(4), token(6), token(5), None, None, token(5)];
+        assert_eq!(found, expected);
     }
 
     #[test]
