@@ -256,6 +256,7 @@ impl BlockCopies {
 }
 
 /// An address in the first page of all.
+#[cfg(feature = "failpoints")]
 const NOWHERE: u64 = 256;
 
 #[repr(C)]
