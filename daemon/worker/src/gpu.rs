@@ -166,7 +166,7 @@ pub fn load(
     let deterministic = hello.deterministic;
     let told = DeviceStep { beside_bytes: beside(&stream, decoder.memory())?, ..DeviceStep::default() };
     tracing::info!(beside_bytes = told.beside_bytes, "memory of the GPU in use beside weights and KV blocks");
-    tracing::debug!(opened_us, arenas_us, decoder_us, ready_us = us(), "from the hello on");
+    tracing::info!(opened_us, arenas_us, decoder_us, ready_us = us(), "since the hello");
     let model = GpuModel {
         decoder,
         stream,

@@ -72,8 +72,8 @@ pub type Load = fn(&Hello, Fds, &mut dyn FnMut(u32) -> bool) -> Result<ModelRunn
 
 /// As [`serve`], with a model that is loaded by `load`.
 ///
-/// A model that failed is told of before anything else, and not let go of: a GPU that failed takes a third of a second to give back each piece
-/// of its memory, while every stream waits for the next worker. The system takes all of it back at once when the process ends.
+/// That it failed is told before anything else, and the model is not let go of: every stream waits for the next worker, and what a failed GPU
+/// gives back piece by piece the system takes back when the process ends.
 ///
 /// # Errors
 /// As [`serve`].
