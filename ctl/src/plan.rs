@@ -90,9 +90,13 @@ fn ask(environment: &Environment, model: &Model, taken: u64) -> Result<Value, Fa
         ("--kv-memory", amount(model.kv_memory)),
         ("--block-size", model.block_size.0.to_string()),
         ("--max-num-seqs", model.max_num_seqs.to_string()),
+        ("--max-num-batched-tokens", model.max_num_batched_tokens.0.to_string()),
         ("--taken", taken.to_string()),
     ] {
         command.args([name, value.as_str()]);
+    }
+    if model.deterministic {
+        command.arg("--deterministic");
     }
     if let Some(limit) = model.max_model_len {
         command.args(["--max-model-len", &limit.0.to_string()]);

@@ -4,50 +4,45 @@ use pagedd_core::{BlockId, PlanId, SequenceId, TokenId, Tokens};
 use pagedd_engine::StepRecord;
 use pagedd_journal as saved;
 use pagedd_sched::{Input, NewRequest, Restored, RestoredChoice, SequenceSnapshot, StepOutput, StepPlan};
-use pagedd_wire::gateway;
+use pagedd_wire::plan::{PlanParts, RowParts, RowWriter};
 use pagedd_wire::worker as wire;
+use pagedd_wire::{Channel, ChannelError, gateway};
 
-/// A plan as its frame.
-pub fn plan(plan: &StepPlan) -> wire::Plan {
-    wire::Plan {
-        id: plan.id.0,
-        begin: plan
-            .begin
-            .iter()
-            .map(|b| wire::Begin {
-                seq: b.seq.0,
-                choice: b.choice,
-                sampling: b.sampling.into(),
-                prompt: b.prompt.0,
-                tokens: b.tokens.iter().map(|token| token.0).collect(),
-            })
-            .collect(),
-        copies: plan
-            .copies
-            .iter()
-            .map(|c| wire::BlockCopy { from: c.from.0, to: c.to.0, tokens: c.tokens.0 })
-            .collect(),
-        rows: plan.rows.iter().map(row).collect(),
-        end: plan.end.iter().map(|seq| seq.0).collect(),
+/// Holds a plan on its way to a worker.
+pub fn hold_plan(plan: &StepPlan, channel: &mut Channel) -> Result<(), ChannelError> {
+    let begin: Vec<_> = plan.begin.iter().map(begin).collect();
+    let copy =
+        |c: &pagedd_sched::BlockCopy| wire::BlockCopy { from: c.from.0, to: c.to.0, tokens: c.tokens.0 };
+    let copies: Vec<_> = plan.copies.iter().map(copy).collect();
+    let end: Vec<_> = plan.end.iter().map(|seq| seq.0).collect();
+    let parts = PlanParts { id: plan.id.0, begin: &begin, copies: &copies, rows: &plan.rows, end: &end };
+    channel.hold_plan(&parts, row)
+}
+
+fn begin(begin: &pagedd_sched::Begin) -> wire::Begin {
+    wire::Begin {
+        seq: begin.seq.0,
+        choice: begin.choice,
+        sampling: begin.sampling.into(),
+        prompt: begin.prompt.0,
+        tokens: begin.tokens.iter().map(|token| token.0).collect(),
     }
 }
 
-fn row(row: &pagedd_sched::Row) -> wire::Row {
-    wire::Row {
+fn row(row: &pagedd_sched::Row, to: &mut RowWriter<'_>) {
+    let input = |input: &Input| match *input {
+        Input::Known(token) => wire::Input::Known(token.0),
+        Input::Sampled { plan, seq } => wire::Input::Sampled { plan: plan.0, seq: seq.0 },
+    };
+    to.write(RowParts {
         seq: row.seq.0,
         start: row.start.0,
-        inputs: row
-            .inputs
-            .iter()
-            .map(|input| match *input {
-                Input::Known(token) => wire::Input::Known(token.0),
-                Input::Sampled { plan, seq } => wire::Input::Sampled { plan: plan.0, seq: seq.0 },
-            })
-            .collect(),
-        table: wire::TableUpdate { from: row.table.from, blocks: blocks(&row.table.blocks) },
-        samples: row.samples.iter().map(|seq| seq.0).collect(),
+        inputs: row.inputs.iter().map(input),
+        from: row.table.from,
+        blocks: row.table.blocks.iter().map(|block| block.0),
+        samples: row.samples.iter().map(|seq| seq.0),
         drafts: row.drafts,
-    }
+    });
 }
 
 fn blocks(ids: &[BlockId]) -> Vec<u32> {

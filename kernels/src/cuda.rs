@@ -32,9 +32,9 @@ pub use decoder::{
     Place, Recordings, Ticket, bucket, exact_context, exact_rows,
 };
 pub use device::{Device, DeviceInfo};
-pub use elementwise::{
-    BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, read_nowhere, silu_mul,
-};
+#[cfg(feature = "failpoints")]
+pub use elementwise::read_nowhere;
+pub use elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, fill_normal, silu_mul};
 pub use error::CudaError;
 pub use gemm::{
     Algorithm, Algorithms, AlgorithmsError, Gemm, GemmOutput, GemmShape, Tuned, Tuning, products_version,

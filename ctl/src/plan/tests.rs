@@ -20,7 +20,7 @@ const PLANNED: &str = r#"{"architecture":"llama","weight_bytes":16060522496,"ove
 fn plan_sums_up_models_one_after_the_other_and_what_their_devices_have_left() {
     let dir = configuration(
         "models:\n  a: { path: \"synthetic:llama-3-8b\", device: cuda:0, kv_memory: 10GiB, max_model_len: 4096 }\n  \
-         b: { path: m.gguf, kv_memory: 12.5%, dtype: f32 }\n  c: { path: m.gguf, device: cuda:0, kv_memory: 500 tokens }\n",
+         b: { path: m.gguf, kv_memory: 12.5%, dtype: f32 }\n  c: { path: m.gguf, device: cuda:0, kv_memory: 500 tokens, max_num_batched_tokens: 2048, deterministic: true }\n",
     );
     worker(&dir, &format!("echo '{PLANNED}'"));
     let outcome = run(args("plan"), &environment(dir.path()));
@@ -39,9 +39,9 @@ cpu     140.0GiB  27.9GiB  112.0GiB
     let path = dir.path().join("m.gguf").display().to_string();
     let asked = fs::read_to_string(dir.path().join("asked")).unwrap();
     let expected = format!(
-        "plan --model synthetic:llama-3-8b --device cuda:0 --dtype auto --kv-dtype bf16 --kv-memory 10737418240B --block-size 16 --max-num-seqs 64 --taken 0 --max-model-len 4096\n\
-         plan --model {path} --device cpu --dtype f32 --kv-dtype f32 --kv-memory 12.5% --block-size 16 --max-num-seqs 64 --taken 0\n\
-         plan --model {path} --device cuda:0 --dtype auto --kv-dtype bf16 --kv-memory 500tokens --block-size 16 --max-num-seqs 64 --taken 30019166208\n"
+        "plan --model synthetic:llama-3-8b --device cuda:0 --dtype auto --kv-dtype bf16 --kv-memory 10737418240B --block-size 16 --max-num-seqs 64 --max-num-batched-tokens 512 --taken 0 --max-model-len 4096\n\
+         plan --model {path} --device cpu --dtype f32 --kv-dtype f32 --kv-memory 12.5% --block-size 16 --max-num-seqs 64 --max-num-batched-tokens 512 --taken 0\n\
+         plan --model {path} --device cuda:0 --dtype auto --kv-dtype bf16 --kv-memory 500tokens --block-size 16 --max-num-seqs 64 --max-num-batched-tokens 2048 --taken 30019166208 --deterministic\n"
     );
     assert_eq!(asked, expected);
 

@@ -24,7 +24,8 @@ pub struct WorkersExhausted {
 
 /// Runs plans, in order. A worker has no policy, and all it knows of sequences is soft.
 pub trait Worker {
-    /// Hands a plan over without waiting for it, nor for those before it.
+    /// Hands a plan over without waiting for it, nor for those before it. It may go out only with the next [`collect`](Self::collect), which
+    /// follows.
     ///
     /// # Errors
     /// The worker is lost; the plan may or may not have run.

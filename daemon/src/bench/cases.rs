@@ -255,8 +255,9 @@ fn steps(round: &Round, measured: &[usize], step_ms: Option<f64>, processor: Pro
         shown("steps", "steps", measured.len() as u64),
         shown("compute_us", "compute us", Value::real(mean(&compute), 0)),
         shown("outside_us", "outside us", Value::real(outside, 0)),
-        shown("engine_cpu_us", "engine CPU us", Value::real(processor.engine_us, 0)),
-        shown("worker_cpu_us", "worker CPU us", Value::real(processor.worker_us, 0)),
+        shown("engine_cpu_us", "engine CPU us", Value::real(processor.engine, 0)),
+        shown("worker_cpu_us", "worker CPU us", Value::real(processor.worker, 0)),
+        kept("worker_thread_cpu_us", Value::real(processor.worker_thread, 0)),
     ]
 }
 

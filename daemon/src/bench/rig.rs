@@ -58,15 +58,19 @@ pub struct Moment {
     steps: usize,
     engine: Option<u64>,
     worker: Option<Times>,
+    /// The worker's process, which its first thread has the number of.
+    pid: u32,
 }
 
 /// Processor time of a step, in microseconds.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Processor {
     /// Of the engine's thread.
-    pub engine_us: Option<f64>,
-    /// Of all threads of the worker.
-    pub worker_us: Option<f64>,
+    pub engine: Option<f64>,
+    /// Of all threads of the worker: its own, and on a GPU that of the driver which waits for events.
+    pub worker: Option<f64>,
+    /// Of the worker's own thread, which runs plans.
+    pub worker_thread: Option<f64>,
 }
 
 /// What is asked of an engine at once.
@@ -218,7 +222,8 @@ impl Rig {
     pub fn moment(&self) -> Moment {
         let engine = self.task.as_deref().and_then(machine::thread_time);
         let worker = machine::process_times(self.worker);
-        Moment { at: Instant::now(), steps: self.record.round().steps.len(), engine, worker }
+        let steps = self.record.round().steps.len();
+        Moment { at: Instant::now(), steps, engine, worker, pid: self.worker }
     }
 }
 
@@ -230,8 +235,11 @@ impl Moment {
         let engine = later.engine.zip(self.engine).map(|(after, before)| after.saturating_sub(before));
         let worker = self.worker.as_ref().zip(later.worker.as_ref());
         Processor {
-            engine_us: engine.map(us),
-            worker_us: worker.map(|(before, after)| us(machine::taken(before, after))),
+            engine: engine.map(us),
+            worker: worker.map(|(before, after)| us(machine::taken(before, after))),
+            worker_thread: worker.and_then(|(before, after)| {
+                Some(us(after.get(&self.pid)?.saturating_sub(*before.get(&self.pid)?)))
+            }),
         }
     }
 }

@@ -17,7 +17,8 @@ use rustix::net::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::frame::{FrameBuffer, FrameError, encode_into};
+use crate::frame::{FrameBuffer, FrameError, append};
+use crate::plan::{self, PlanParts, RowWriter};
 
 /// Fds that one frame may carry.
 const MAX_FDS: usize = 16;
@@ -52,8 +53,8 @@ pub struct Channel {
     buffer: FrameBuffer,
     fds: VecDeque<OwnedFd>,
     scratch: Vec<u8>,
-    /// Of the last frame that was sent, kept for its memory.
-    sent: Vec<u8>,
+    /// Frames that go out with the next one; kept for its memory.
+    held: Vec<u8>,
 }
 
 impl Channel {
@@ -63,24 +64,52 @@ impl Channel {
     /// The socket could not be made blocking.
     pub fn new(socket: UnixStream) -> io::Result<Self> {
         socket.set_nonblocking(false)?;
-        let (scratch, sent) = (vec![0; SCRATCH], Vec::new());
-        Ok(Self { socket, buffer: FrameBuffer::new(), fds: VecDeque::new(), scratch, sent })
+        let (scratch, held) = (vec![0; SCRATCH], Vec::new());
+        Ok(Self { socket, buffer: FrameBuffer::new(), fds: VecDeque::new(), scratch, held })
     }
 
-    /// Sends one message, with `fds` beside it.
+    /// Sends one message, with `fds` beside it, behind what is held.
     ///
     /// # Errors
     /// [`ChannelError::Closed`] where the peer is gone.
     pub fn send<T: Serialize>(&mut self, message: &T, fds: &[BorrowedFd<'_>]) -> Result<(), ChannelError> {
-        let bytes = encode_into(message, std::mem::take(&mut self.sent))?;
-        self.write(&bytes, fds)?;
+        append(message, &mut self.held)?;
+        self.write(fds)
+    }
+
+    /// Holds [`ToWorker::Plan`](crate::worker::ToWorker::Plan), of which `row` writes the rows, until the next message is sent, or
+    /// [`flush`](Self::flush): one write, and the peer wakes once.
+    ///
+    /// # Errors
+    /// The plan does not fit a frame.
+    pub fn hold_plan<R>(
+        &mut self,
+        plan: &PlanParts<'_, R>,
+        row: impl Fn(&R, &mut RowWriter<'_>),
+    ) -> Result<(), ChannelError> {
+        Ok(plan::append(&mut self.held, plan, row)?)
+    }
+
+    /// Sends what is held.
+    ///
+    /// # Errors
+    /// [`ChannelError::Closed`] where the peer is gone.
+    pub fn flush(&mut self) -> Result<(), ChannelError> {
+        self.write(&[])
+    }
+
+    /// Sends all that is held. Nothing of it is sent again, whatever happens.
+    fn write(&mut self, fds: &[BorrowedFd<'_>]) -> Result<(), ChannelError> {
+        let mut bytes = std::mem::take(&mut self.held);
+        self.write_all(&bytes, fds)?;
         if bytes.capacity() <= SCRATCH {
-            self.sent = bytes;
+            bytes.clear();
+            self.held = bytes;
         }
         Ok(())
     }
 
-    fn write(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), ChannelError> {
+    fn write_all(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), ChannelError> {
         let mut sent = 0;
         while sent < bytes.len() {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -180,6 +209,7 @@ impl AsFd for Channel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::worker::{Plan, ToWorker};
 
     #[test]
     fn fds_arrive_in_order_with_the_frames_that_announce_them() {
@@ -196,6 +226,25 @@ mod tests {
         assert_eq!(byte, [0]);
         assert_eq!(b.recv::<String>().unwrap(), "none");
         assert!(matches!(b.take_fd(), Err(ChannelError::MissingFd)));
+    }
+
+    #[test]
+    fn what_is_held_goes_out_before_the_next_message_and_in_order() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let (mut a, mut b) = (Channel::new(a).unwrap(), Channel::new(b).unwrap());
+        let plan = |id| PlanParts::<()> { id, begin: &[], copies: &[], rows: &[], end: &[] };
+        let written = |id| ToWorker::Plan(Plan { id, ..Plan::default() });
+        a.hold_plan(&plan(1), |(), _| {}).unwrap();
+        let nothing = b.recv_timeout::<ToWorker>(Duration::from_millis(1));
+        assert!(matches!(nothing, Err(ChannelError::TimedOut(_))));
+        a.hold_plan(&plan(2), |(), _| {}).unwrap();
+        a.send(&ToWorker::Collect, &[]).unwrap();
+        for expected in [written(1), written(2), ToWorker::Collect] {
+            assert_eq!(b.recv::<ToWorker>().unwrap(), expected);
+        }
+        a.hold_plan(&plan(3), |(), _| {}).unwrap();
+        a.flush().unwrap();
+        assert_eq!(b.recv::<ToWorker>().unwrap(), written(3));
     }
 
     #[test]

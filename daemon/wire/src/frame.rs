@@ -1,5 +1,6 @@
 //! A frame: a little-endian `u32` length, then that many bytes of postcard.
 
+use postcard::ser_flavors::Flavor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -32,21 +33,81 @@ pub enum FrameError {
 /// # Errors
 /// [`FrameError::TooLong`] where the message does not fit a frame.
 pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, FrameError> {
-    encode_into(message, Vec::new())
+    let mut bytes = Vec::new();
+    append(message, &mut bytes)?;
+    Ok(bytes)
 }
 
-/// As [`encode`], in the memory of `bytes`.
-pub(crate) fn encode_into<T: Serialize>(message: &T, mut bytes: Vec<u8>) -> Result<Vec<u8>, FrameError> {
-    bytes.clear();
-    bytes.resize(PREFIX, 0);
-    let mut bytes = postcard::to_extend(message, bytes)
-        .map_err(|source| FrameError::Malformed { expected: std::any::type_name::<T>(), source })?;
-    let body = bytes.len() - PREFIX;
-    if body > MAX_FRAME {
-        return Err(FrameError::TooLong { bytes: body });
+/// Adds the frame of a message to `bytes`.
+///
+/// # Errors
+/// As [`encode`]; nothing was added.
+pub(crate) fn append<T: Serialize>(message: &T, bytes: &mut Vec<u8>) -> Result<(), FrameError> {
+    Frame::append(bytes, |frame| frame.add(message))
+}
+
+/// A frame in the making, behind others.
+pub(crate) struct Frame<'a>(&'a mut Vec<u8>);
+
+impl<'a> Frame<'a> {
+    /// Adds a frame to `bytes` whose body `fill` adds.
+    ///
+    /// # Errors
+    /// What `fill` says, or [`FrameError::TooLong`]; nothing was added.
+    pub fn append(
+        bytes: &'a mut Vec<u8>,
+        fill: impl FnOnce(&mut Frame<'_>) -> Result<(), FrameError>,
+    ) -> Result<(), FrameError> {
+        let start = bytes.len();
+        bytes.extend([0; PREFIX]);
+        let filled = fill(&mut Frame(bytes)).and_then(|()| match bytes.len() - start - PREFIX {
+            body if body > MAX_FRAME => Err(FrameError::TooLong { bytes: body }),
+            body => Ok(body as u32),
+        });
+        match filled {
+            Ok(body) => bytes[start..start + PREFIX].copy_from_slice(&body.to_le_bytes()),
+            Err(_) => bytes.truncate(start),
+        }
+        filled.map(drop)
     }
-    bytes[..PREFIX].copy_from_slice(&(body as u32).to_le_bytes());
-    Ok(bytes)
+
+    /// What there is of it, and of those before.
+    pub fn bytes(&mut self) -> &mut Vec<u8> {
+        self.0
+    }
+
+    /// Adds a value.
+    pub fn add<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), FrameError> {
+        postcard::serialize_with_flavor(value, Tail(self.0))
+            .map_err(|source| FrameError::Malformed { expected: std::any::type_name::<T>(), source })
+    }
+}
+
+/// The end of bytes, where a value is added.
+struct Tail<'a>(&'a mut Vec<u8>);
+
+impl Flavor for Tail<'_> {
+    type Output = ();
+
+    fn try_push(&mut self, byte: u8) -> postcard::Result<()> {
+        self.0.push(byte);
+        Ok(())
+    }
+
+    fn try_extend(&mut self, bytes: &[u8]) -> postcard::Result<()> {
+        // Most are short numbers: lengths that the compiler knows cost no call.
+        match *bytes {
+            [a] => self.0.push(a),
+            [a, b] => self.0.extend_from_slice(&[a, b]),
+            [a, b, c] => self.0.extend_from_slice(&[a, b, c]),
+            _ => self.0.extend_from_slice(bytes),
+        }
+        Ok(())
+    }
+
+    fn finalize(self) -> postcard::Result<()> {
+        Ok(())
+    }
 }
 
 /// Bytes that arrived, and the frames in them. Holds at most one frame beyond what was pushed last.

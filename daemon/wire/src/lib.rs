@@ -11,6 +11,7 @@ mod channel;
 mod few;
 mod frame;
 pub mod gateway;
+pub mod plan;
 pub mod template;
 pub mod worker;
 

@@ -7,7 +7,7 @@ use std::ops::Range;
 use pagedd_core::{BlockId, Few, NumberMap, SamplingParams};
 use pagedd_wire::worker::{BlockCopy, Input, MOST_DRAFTS, Plan, Row, SequenceState};
 
-use crate::sequence::{Draw, Sequence, Sequences};
+use crate::sequence::{Draw, Draws, Sequence, Sequences};
 
 /// A plan contradicts itself, the arenas, or what earlier plans said. The daemon is broken: there is no going on.
 #[derive(thiserror::Error, Clone, PartialEq, Eq, Debug)]
@@ -218,6 +218,8 @@ pub struct Batch {
     pub failed: Vec<Row>,
     /// Tokens that are not known yet, 0 in [`Batch::tokens`], in order.
     pub unknown: Vec<Unknown>,
+    /// Rows of the plan that change their tables.
+    pub changed: Vec<usize>,
 }
 
 /// A token that a plan draws which is not done.
@@ -269,14 +271,19 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
     batch.tokens.reserve(inputs);
     batch.positions.reserve(inputs);
     batch.rows.reserve(plan.rows.len());
+    batch.unknown.reserve(inputs.min(plan.rows.len()));
     let mut written = Vec::with_capacity(plan.rows.len());
-    for row in &plan.rows {
+    let mut draws = sequences.draws();
+    for (index, row) in plan.rows.iter().enumerate() {
         let (base, known) = match (begun.get(&row.seq), sequences.get(row.seq)) {
             (Some(begin), _) => (&[][..], Sequence::from(*begin).known()),
             (None, Some(sequence)) => (sequence.table.as_slice(), sequence.known()),
             (None, None) => return Err(PlanError::UnknownSequence { seq: row.seq }),
         };
         check_positions(row, base, limits, &mut written)?;
+        if !row.table.blocks.is_empty() || row.table.from as usize != base.len() {
+            batch.changed.push(index);
+        }
         check_drafts(row)?;
         check_past(row, known)?;
         // Whose row it is, is known.
@@ -285,7 +292,7 @@ pub fn check(plan: &Plan, sequences: &Sequences, limits: &Limits) -> Result<Batc
                 return Err(PlanError::UnknownSequence { seq });
             }
         }
-        lay_out(row, plan.id, sequences, limits, &mut batch)?;
+        lay_out(row, plan.id, &mut draws, limits, &mut batch)?;
     }
     check_overlap(written)?;
     Ok(batch)
@@ -305,9 +312,12 @@ pub fn check_states(states: &[SequenceState], limits: &Limits) -> Result<(), Pla
 }
 
 /// Whether each stands there once.
-fn once(seqs: impl Iterator<Item = u64>, what: &'static str) -> Result<(), PlanError> {
-    let mut seqs: Vec<u64> = seqs.collect();
+fn once(seqs: impl Iterator<Item = u64> + Clone, what: &'static str) -> Result<(), PlanError> {
     // They come in order as a rule.
+    if seqs.clone().is_sorted_by(|a, b| a < b) {
+        return Ok(());
+    }
+    let mut seqs: Vec<u64> = seqs.collect();
     seqs.sort_unstable();
     match seqs.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => Err(PlanError::Twice { seq: pair[0], what }),
@@ -341,12 +351,35 @@ fn check_copy(copy: &BlockCopy, limits: &Limits) -> Result<(), PlanError> {
     Ok(())
 }
 
-/// One row's table and positions; the slots it writes are added to `written` as (block, first offset, one past the last).
+/// Slots of a block that a row writes. Ordered as (block, first offset, one past the last).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Written(u64);
+
+impl Written {
+    /// Offsets are below 2^16, as the tokens of a block.
+    fn new(block: u32, first: u32, last: u32) -> Self {
+        Self(u64::from(block) << 32 | u64::from(first) << 16 | u64::from(last))
+    }
+
+    fn block(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    fn first(self) -> u32 {
+        (self.0 >> 16) as u32 & 0xffff
+    }
+
+    fn last(self) -> u32 {
+        self.0 as u32 & 0xffff
+    }
+}
+
+/// One row's table and positions; the slots it writes are added to `written`.
 fn check_positions(
     row: &Row,
     base: &[BlockId],
     limits: &Limits,
-    written: &mut Vec<(u32, u32, u32)>,
+    written: &mut Vec<Written>,
 ) -> Result<(), PlanError> {
     let seq = row.seq;
     let from = row.table.from as usize;
@@ -372,7 +405,7 @@ fn check_positions(
         let block = if at < from { base[at].0 } else { row.table.blocks[at - from] };
         let first = start.saturating_sub(index * size) as u32;
         let last = (end - index * size).min(size) as u32;
-        written.push((block, first, last));
+        written.push(Written::new(block, first, last));
     }
     Ok(())
 }
@@ -396,23 +429,22 @@ fn check_drafts(row: &Row) -> Result<(), PlanError> {
     Err(PlanError::NoGuess { seq, drafts, inputs: inputs.len() })
 }
 
-fn check_overlap(mut written: Vec<(u32, u32, u32)>) -> Result<(), PlanError> {
+fn check_overlap(mut written: Vec<Written>) -> Result<(), PlanError> {
     written.sort_unstable();
-    for pair in written.windows(2) {
-        let (block, _, last) = pair[0];
-        let (next, first, _) = pair[1];
-        if block == next && first < last {
-            return Err(PlanError::Overlap { block, offset: first });
-        }
+    match written
+        .windows(2)
+        .find(|pair| pair[0].block() == pair[1].block() && pair[1].first() < pair[0].last())
+    {
+        Some(pair) => Err(PlanError::Overlap { block: pair[0].block(), offset: pair[1].first() }),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Adds a row's tokens to the batch, or the row to the failed ones.
 fn lay_out(
     row: &Row,
     plan: u64,
-    sequences: &Sequences,
+    draws: &mut Draws<'_>,
     limits: &Limits,
     batch: &mut Batch,
 ) -> Result<(), PlanError> {
@@ -422,7 +454,7 @@ fn lay_out(
         let token = match input {
             Input::Known(token) => token,
             Input::Sampled { plan: of_plan, seq: of } => {
-                let draw = if of_plan < plan { sequences.drawn(of_plan, of) } else { None };
+                let draw = if of_plan < plan { draws.get(of_plan, of) } else { None };
                 match draw {
                     Some(Draw::Token(token)) => token,
                     Some(Draw::Pending(draw)) => {
@@ -449,7 +481,7 @@ fn lay_out(
             seq: row.seq,
             start: row.start,
             tokens: first..batch.tokens.len(),
-            samples: row.samples.clone(),
+            samples: Few::from_slice(&row.samples),
             drafts: row.drafts as usize,
         });
     } else {
@@ -465,8 +497,11 @@ pub fn apply(plan: &Plan, batch: &Batch, sequences: &mut Sequences) {
     for begin in &plan.begin {
         sequences.begin(begin);
     }
-    for row in &plan.rows {
+    for row in batch.changed.iter().map(|&row| &plan.rows[row]) {
         sequences.update_table(row.seq, row.table.from as usize, &row.table.blocks);
+    }
+    if !sequences.remember() {
+        return;
     }
     for row in &batch.rows {
         sequences.read(row.seq, row.start as usize, &batch.tokens[row.tokens.clone()]);

@@ -3,6 +3,7 @@
 //! **Owns** what of a model goes where on the device, and the way from a batch to draws there. **Never** checks a plan, and never repairs a
 //! device that failed: the process ends, and another maps the arenas.
 
+mod ahead;
 mod arena;
 mod load;
 
@@ -15,8 +16,8 @@ use half::bf16;
 use pagedd_core::{BlockId, TokenId};
 use pagedd_kernels::cuda::{
     Algorithms, CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep,
-    Device, DeviceInfo, DeviceKvLayout, Drawn, Ranked, SampleRow, SharedBuffer, Stream, Ticket, TokenSource,
-    exact_context, exact_rows, products_version,
+    Device, DeviceInfo, DeviceKvLayout, Drawn, Ranked, Recordings, SampleRow, SharedBuffer, Stream, Ticket,
+    TokenSource, bucket, exact_context, exact_rows, products_version,
 };
 use pagedd_kernels::sample::Adjustment;
 use pagedd_kernels::{KvRow, Pairing};
@@ -25,6 +26,7 @@ use pagedd_wire::worker::{
     Arena as WhichArena, BlockCopy, DeviceStep, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled,
 };
 
+pub use self::ahead::open_ahead;
 use crate::arena::{HEADER_BYTES, Header, Kind};
 use crate::batch::{self, Batch, BatchRow, Limits};
 use crate::load::LoadError;
@@ -118,10 +120,13 @@ pub fn load(
     )
     .map_err(CudaError::from)?;
     let request = KvRequest::new(hello, config.context.0, layout.block_stride as u64);
-    let most = decoder_limits(hello, &request);
+    let most = decoder_limits(&Steps::of(hello, &request));
     check_exact(&shape, &most)?;
-    let device = Device::open(ordinal as usize)?;
+    let begun = Instant::now();
+    let us = || begun.elapsed().as_micros() as u64;
+    let device = ahead::open(ordinal)?;
     let stream = device.stream()?;
+    let opened_us = us();
     let threads = hello.threads.map_or_else(
         || std::thread::available_parallelism().map_or(1, usize::from),
         |threads| threads.clamp(1, 64) as usize,
@@ -150,15 +155,18 @@ pub fn load(
         kernels: format!("sm_{}{}", device.info().capability.0, device.info().capability.1),
         ..info(&source, &request)
     };
+    let arenas_us = us();
     let memory = DecoderMemory { weights, kv, offset: HEADER_BYTES };
     let most = DecoderLimits { blocks, ..most };
     let draws = most.draws;
     let mut decoder = Decoder::new(&stream, shape, layout, memory, most)?;
+    let decoder_us = us();
     let algorithms = algorithms(&mut decoder, hello)?;
     decoder.synchronize()?;
     let deterministic = hello.deterministic;
     let told = DeviceStep { beside_bytes: beside(&stream, decoder.memory())?, ..DeviceStep::default() };
     tracing::info!(beside_bytes = told.beside_bytes, "memory of the GPU in use beside weights and KV blocks");
+    tracing::info!(opened_us, arenas_us, decoder_us, ready_us = us(), "since the hello");
     let model = GpuModel {
         decoder,
         stream,
@@ -229,33 +237,68 @@ fn shape(config: &ModelConfig) -> DecoderShape {
     }
 }
 
+/// What scratch memory follows from, beside the model's shape.
+#[derive(Clone, Copy, Debug)]
+pub struct Steps {
+    /// Most sequences of a step.
+    pub seqs: u32,
+    /// Most tokens of a step.
+    pub tokens: u32,
+    /// Longest sequence, in tokens.
+    pub context: u32,
+    /// A row's bits depend on its own tokens alone.
+    pub deterministic: bool,
+}
+
+impl Steps {
+    fn of(hello: &Hello, request: &KvRequest) -> Self {
+        Self {
+            seqs: hello.max_num_seqs,
+            tokens: hello.max_num_batched_tokens,
+            context: request.max_model_len,
+            deterministic: hello.deterministic,
+        }
+    }
+}
+
+/// Bytes that a model takes of its GPU beside weights and KV blocks, about: scratch memory, and what is left to the driver.
+///
+/// # Errors
+/// [`LoadError`]: no worker would take it on.
+pub fn overhead_bytes(config: &ModelConfig, steps: &Steps) -> Result<u64, LoadError> {
+    let (shape, most) = (shape(config), decoder_limits(steps));
+    check_exact(&shape, &most)?;
+    Ok(Decoder::<Element>::scratch_bytes(&shape, &most) as u64 + RESERVE)
+}
+
 /// What steps may ask for, but for the number of blocks.
-fn decoder_limits(hello: &Hello, request: &KvRequest) -> DecoderLimits {
-    let (seqs, tokens) = (hello.max_num_seqs as usize, hello.max_num_batched_tokens as usize);
+fn decoder_limits(steps: &Steps) -> DecoderLimits {
+    let (seqs, tokens) = (steps.seqs as usize, steps.tokens as usize);
     let most = seqs + MOST_DRAFTS as usize;
     DecoderLimits {
         // Where every token behind a prompt is decoded, a long answer that is computed again is as many rows.
-        rows: if hello.deterministic { tokens.max(seqs) } else { seqs },
+        rows: if steps.deterministic { tokens.max(seqs) } else { seqs },
         tokens,
         wanted: most.min(tokens),
         draws: most,
         ranks: RANKS,
         adjustments: ADJUSTMENTS,
-        context: request.max_model_len as usize,
+        context: steps.context as usize,
         blocks: 0,
-        exact: hello.deterministic,
+        exact: steps.deterministic,
     }
 }
 
-/// Whether a step's partial results have room, where every row must have some.
+/// Whether a step's partial results have room, where every row must have some: also those that it is padded with.
 fn check_exact(shape: &DecoderShape, limits: &DecoderLimits) -> Result<(), LoadError> {
     let DecoderLimits { rows, tokens, context, exact, .. } = *limits;
-    let most = exact_rows(shape, context);
-    if !exact || rows <= most {
+    let room = exact_rows(shape, context);
+    if !exact || bucket(rows) <= room {
         return Ok(());
     }
+    let most = (1..=room).rev().find(|&rows| bucket(rows) <= room).unwrap_or(0);
     let key = if tokens > most { "max_num_batched_tokens" } else { "max_num_seqs" };
-    let longest = exact_context(shape, rows);
+    let longest = exact_context(shape, bucket(rows));
     let problem = format!(
         "{rows}: with deterministic: true the partial results of that many tokens with contexts of {context} take too much memory: lower it to \
          {most}, or max_model_len to {longest}"
@@ -445,11 +488,11 @@ impl Compute for GpuModel {
         match self.out.pop_front() {
             Some(Out::Drawing(ticket)) => {
                 let sampled = self.sampled(&pending.draws, ticket)?;
-                self.tell(self.decoder.idle_us(ticket)?)?;
+                self.tell(self.decoder.idle_us(ticket));
                 Ok(sampled)
             }
             Some(Out::Drawn(drawn)) => {
-                self.tell(None)?;
+                self.tell(Ok(None));
                 Ok(drawn)
             }
             None => Err(RunError::NothingOut),
@@ -528,18 +571,9 @@ impl Layout {
 
 impl GpuModel {
     /// Keeps what is told of the step that was collected.
-    fn tell(&mut self, idle_us: Option<f64>) -> Result<(), CudaError> {
-        self.told.idle_us = idle_us.map(|us| us.round() as u64);
-        let recorded = self.decoder.recordings();
-        if recorded.graphs != self.told.graphs {
-            self.told.graphs = recorded.graphs;
-            self.told.graphs_us = recorded.took.as_micros() as u64;
-            self.told.graphs_bytes = recorded.bytes;
-            self.told.beside_bytes = beside(&self.stream, self.decoder.memory())?;
-            let DeviceStep { graphs, graphs_us, graphs_bytes, beside_bytes, .. } = self.told;
-            tracing::info!(graphs, graphs_us, graphs_bytes, beside_bytes, "steps recorded");
-        }
-        Ok(())
+    fn tell(&mut self, idle_us: Result<Option<f64>, CudaError>) {
+        let beside = || beside(&self.stream, self.decoder.memory());
+        tell(&mut self.told, idle_us, self.decoder.recordings(), beside);
     }
 
     /// Waits for draws.
@@ -557,6 +591,29 @@ impl GpuModel {
             })
             .collect())
     }
+}
+
+/// Keeps what is told of a step. The step is whole without it: what cannot be told is left out, and a device that failed shows at the next one.
+fn tell(
+    told: &mut DeviceStep,
+    idle_us: Result<Option<f64>, CudaError>,
+    recorded: Recordings,
+    beside: impl FnOnce() -> Result<u64, CudaError>,
+) {
+    let untold = |error: &CudaError| tracing::debug!(%error, "not told of a step");
+    let idle_us = idle_us.inspect_err(untold).unwrap_or_default();
+    told.idle_us = idle_us.map(|us| us.round() as u64);
+    if recorded.graphs == told.graphs {
+        return;
+    }
+    told.graphs = recorded.graphs;
+    told.graphs_us = recorded.took.as_micros() as u64;
+    told.graphs_bytes = recorded.bytes;
+    if let Ok(bytes) = beside().inspect_err(untold) {
+        told.beside_bytes = bytes;
+    }
+    let DeviceStep { graphs, graphs_us, graphs_bytes, beside_bytes, .. } = *told;
+    tracing::info!(graphs, graphs_us, graphs_bytes, beside_bytes, "steps recorded");
 }
 
 /// A draw as the device takes it.

@@ -19,6 +19,9 @@ const SOCKET: i32 = 3;
 struct Args {
     #[command(subcommand)]
     command: Option<Command>,
+    /// Number of a GPU that is opened at once, before the daemon says what to load onto it
+    #[arg(long, value_name = "N", hide = true)]
+    gpu: Option<u32>,
     /// What is logged, as `level` or `module=level,…`
     #[arg(long, env = "PAGEDD_LOG", default_value = "info")]
     log: EnvFilter,
@@ -46,7 +49,7 @@ enum Format {
 }
 
 fn main() -> ExitCode {
-    let Args { command, log, log_format } = Args::parse();
+    let Args { command, gpu, log, log_format } = Args::parse();
     // A log that cannot be written is no reason to end: the library would say so on the same stderr, and panic.
     let logger = tracing_subscriber::fmt()
         .log_internal_errors(false)
@@ -68,6 +71,12 @@ fn main() -> ExitCode {
     }
     #[cfg(feature = "failpoints")]
     let _points = fail::FailScenario::setup();
+    #[cfg(feature = "cuda")]
+    if let Some(ordinal) = gpu {
+        pagedd_worker::gpu::open_ahead(ordinal);
+    }
+    // Without GPU support nothing opens one.
+    let _ = gpu;
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

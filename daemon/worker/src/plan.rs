@@ -2,8 +2,8 @@
 //!
 //! **Owns** the sum, and its form as JSON for `pagedctl plan`. **Never** makes an arena or reads a weight.
 //!
-//! It is the arithmetic by which a worker sizes its arenas. On the CPU what is printed is what comes; on a GPU it allows for the most that a
-//! worker takes beside them, so that where KV blocks get a share of what is free, as many come, or more.
+//! It is the arithmetic by which a worker sizes its arenas. On the CPU what is printed is what comes; on a GPU it allows for what a worker
+//! leaves to steps and to the driver beside them.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -16,9 +16,6 @@ use serde_json::{Value, json};
 use crate::load::LoadError;
 use crate::memory::{self, KvRequest, KvSizeError};
 use crate::weights::Places;
-
-/// What a worker takes of a GPU beside weights and KV blocks, at most: CUDA graphs, and scratch memory of steps.
-pub const GPU_OVERHEAD: u64 = 3 << 30;
 
 /// Alignment of a tensor in the weights arena of a GPU, in bytes.
 const GPU_ALIGN: u64 = 256;
@@ -47,9 +44,15 @@ pub struct Options {
     /// Most sequences of one step
     #[arg(long, default_value_t = 64)]
     max_num_seqs: u32,
+    /// Most tokens of one step
+    #[arg(long, default_value_t = 512)]
+    max_num_batched_tokens: u32,
     /// Longest sequence, in tokens [default: the model's context]
     #[arg(long)]
     max_model_len: Option<u32>,
+    /// A row's bits depend on its own tokens alone
+    #[arg(long)]
+    deterministic: bool,
     /// Bytes that other models take of the device before this one
     #[arg(long, default_value_t = 0, value_name = "BYTES")]
     taken: u64,
@@ -123,7 +126,7 @@ pub struct Sum {
     pub max_model_len: u32,
     /// Bytes of the weights arena.
     pub weight_bytes: u64,
-    /// Bytes beside weights and KV blocks, at most.
+    /// Bytes beside weights and KV blocks.
     pub overhead_bytes: u64,
     /// Bytes of keys and values of a token, all layers.
     pub token_bytes: u64,
@@ -145,10 +148,6 @@ impl Sum {
     pub fn new(options: &Options, free: Result<u64, String>) -> Result<Self, LoadError> {
         let source = ModelSource::open(&options.model)?;
         let config = source.config();
-        let (weight_bytes, overhead_bytes) = match options.device {
-            Device::Cpu => (Places::new(&source, options.dtype == Dtype::F32)?.bytes as u64, 0),
-            Device::Cuda { .. } => (gpu_weight_bytes(&source), GPU_OVERHEAD),
-        };
         let layout = layout(config, options.block_size, options.kv_dtype)?;
         let context = config.context.0;
         let request = KvRequest {
@@ -158,6 +157,12 @@ impl Sum {
             max_num_seqs: options.max_num_seqs,
             max_model_len: options.max_model_len.map_or(context, |limit| limit.min(context)),
             auto_percent: KvRequest::auto_percent_of(options.device),
+        };
+        let (weight_bytes, overhead_bytes) = match options.device {
+            Device::Cpu => (Places::new(&source, options.dtype == Dtype::F32)?.bytes as u64, 0),
+            Device::Cuda { .. } => {
+                (gpu_weight_bytes(&source), gpu_overhead(config, options, request.max_model_len)?)
+            }
         };
         let free = free.map(|free| free.saturating_sub(options.taken));
         Ok(Self {
@@ -223,6 +228,21 @@ pub fn gpu_weight_bytes(source: &ModelSource) -> u64 {
         (rows as u64 * columns as u64 * element as u64).next_multiple_of(GPU_ALIGN)
     };
     source.tensors().map(|tensor| bytes(tensor.rows, tensor.columns, tensor.role.is_vector())).sum()
+}
+
+/// What a worker takes of a GPU beside weights and KV blocks: by its own arithmetic.
+#[cfg(feature = "cuda")]
+fn gpu_overhead(config: &ModelConfig, options: &Options, context: u32) -> Result<u64, LoadError> {
+    let (seqs, tokens) = (options.max_num_seqs, options.max_num_batched_tokens);
+    let steps = crate::gpu::Steps { seqs, tokens, context, deterministic: options.deterministic };
+    crate::gpu::overhead_bytes(config, &steps)
+}
+
+/// Where no GPU can be used, about what large steps take.
+#[cfg(not(feature = "cuda"))]
+#[allow(clippy::unnecessary_wraps, reason = "with GPU support it can fail")]
+fn gpu_overhead(_: &ModelConfig, _: &Options, _: u32) -> Result<u64, LoadError> {
+    Ok(3 << 30)
 }
 
 /// How a block is laid out. A GPU's blocks have the same sizes as the host's with elements of as many bytes.

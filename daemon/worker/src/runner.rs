@@ -362,14 +362,16 @@ impl ModelRunner {
 
     /// Whether tokens that are not known yet come before what `plan` draws with penalties.
     fn needs_tokens(&self, plan: &Plan) -> bool {
-        let unknown = |input: &Input| match *input {
+        let mut draws = self.sequences.draws();
+        let mut unknown = |input: &Input| match *input {
             Input::Known(_) => false,
-            Input::Sampled { plan, seq } => matches!(self.sequences.drawn(plan, seq), Some(Draw::Pending(_))),
+            Input::Sampled { plan, seq } => matches!(draws.get(plan, seq), Some(Draw::Pending(_))),
         };
-        plan.rows.iter().any(|row| {
-            self.sequences.get(row.seq).is_some_and(|sequence| sequence.known().is_some())
-                && row.inputs.iter().any(unknown)
-        })
+        self.sequences.remember()
+            && plan.rows.iter().any(|row| {
+                self.sequences.get(row.seq).is_some_and(|sequence| sequence.known().is_some())
+                    && row.inputs.iter().any(&mut unknown)
+            })
     }
 
     /// Waits for the oldest plan that is not done.
@@ -387,13 +389,17 @@ impl ModelRunner {
         }
         let mut drawn = drawn.into_iter();
         output.sampled.reserve(drawn.len());
+        let mut draws = self.sequences.draws();
+        let failed =
+            batch.unknown.iter().filter(|input| draws.get(input.plan, input.seq) == Some(Draw::Failed));
         // In the order of tokens, as the rows are.
-        let mut unknown = batch.unknown.iter().peekable();
+        let failed: Vec<usize> = failed.map(|input| input.token).collect();
+        let mut failed = failed.into_iter().peekable();
         for row in &batch.rows {
             let guesses = &batch.tokens[row.tokens.end - row.drafts..row.tokens.end];
             let mut computed = true;
-            while let Some(input) = unknown.next_if(|unknown| unknown.token < row.tokens.end) {
-                computed &= self.sequences.drawn(input.plan, input.seq) != Some(Draw::Failed);
+            while failed.next_if(|token| *token < row.tokens.end).is_some() {
+                computed = false;
             }
             for &seq in &row.samples {
                 let mut own = drawn.by_ref().take(1 + row.drafts);

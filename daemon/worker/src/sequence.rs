@@ -3,7 +3,7 @@
 //! **Owns** block tables, sampling parameters and the tokens drawn by recent plans. **Never** decides anything: all of it is soft,
 //! and [`Sequences::resync`] replaces it.
 
-use std::collections::BTreeMap;
+use std::collections::VecDeque;
 
 use pagedd_core::{BlockId, NumberMap, SamplingParams};
 use pagedd_wire::worker::{Begin, SequenceState};
@@ -71,18 +71,77 @@ pub enum Draw {
     Pending(u32),
 }
 
+/// What a plan drew.
+#[derive(Default, Debug)]
+struct Drawn {
+    plan: u64,
+    /// By sequence, ascending: rows come in that order as a rule, so that each is added at the end.
+    draws: Vec<(u64, Draw)>,
+    /// Behind the one that was changed last: the next one to be, as a rule.
+    next: usize,
+}
+
+impl Drawn {
+    fn set(&mut self, seq: u64, draw: Draw) {
+        let Self { draws, next, .. } = self;
+        if draws.last().is_none_or(|(last, _)| *last < seq) {
+            return draws.push((seq, draw));
+        }
+        match place(draws, *next, seq) {
+            Ok(at) => (draws[at].1, *next) = (draw, at + 1),
+            Err(at) => draws.insert(at, (seq, draw)),
+        }
+    }
+}
+
+/// Where `seq` stands in `draws`, as a rule at `next`; or where it would.
+fn place(draws: &[(u64, Draw)], next: usize, seq: u64) -> Result<usize, usize> {
+    match draws.get(next) {
+        Some((there, _)) if *there == seq => Ok(next),
+        Some(_) | None => draws.binary_search_by_key(&seq, |(seq, _)| *seq),
+    }
+}
+
+/// Looks up draws, one after the other as they were made.
+#[derive(Debug)]
+pub struct Draws<'a> {
+    sequences: &'a Sequences,
+    plan: u64,
+    of_plan: &'a [(u64, Draw)],
+    next: usize,
+}
+
+impl Draws<'_> {
+    /// What `seq` drew in `plan`.
+    pub fn get(&mut self, plan: u64, seq: u64) -> Option<Draw> {
+        if self.plan != plan {
+            let drawn = self.sequences.drawn.iter().rev().find(|drawn| drawn.plan == plan)?;
+            (self.plan, self.of_plan, self.next) = (plan, &drawn.draws, 0);
+        }
+        let at = place(self.of_plan, self.next, seq).ok()?;
+        self.next = at + 1;
+        Some(self.of_plan[at].1)
+    }
+}
+
 /// All sequences.
 #[derive(Default, Debug)]
 pub struct Sequences {
     live: NumberMap<u64, Sequence>,
-    /// By plan, then by sequence.
-    drawn: BTreeMap<u64, NumberMap<u64, Draw>>,
+    /// Of the live ones, those whose tokens are kept.
+    remembered: usize,
+    /// Plans that ended sequences, and these.
+    ended: Vec<(u64, u64)>,
+    /// Of recent plans, ascending.
+    drawn: VecDeque<Drawn>,
+    /// Kept for its memory.
+    spare: Vec<(u64, Draw)>,
 }
 
 impl Sequences {
     /// Forgets everything; these are the live ones.
     pub fn resync(&mut self, states: Vec<SequenceState>) {
-        self.drawn.clear();
+        (self.drawn, self.ended) = (VecDeque::new(), Vec::new());
         self.live = states
             .into_iter()
             .map(|s| {
@@ -98,6 +157,12 @@ impl Sequences {
                 (s.seq, sequence)
             })
             .collect();
+        self.remembered = self.live.values().filter(|sequence| sequence.history.is_some()).count();
+    }
+
+    /// Whether tokens of any sequence are kept.
+    pub fn remember(&self) -> bool {
+        self.remembered > 0
     }
 
     /// One sequence.
@@ -105,20 +170,33 @@ impl Sequences {
         self.live.get(&seq)
     }
 
-    /// What `seq` drew in `plan`.
-    pub fn drawn(&self, plan: u64, seq: u64) -> Option<Draw> {
-        self.drawn.get(&plan)?.get(&seq).copied()
+    /// What recent plans drew.
+    pub fn draws(&self) -> Draws<'_> {
+        // Plans are counted from 1.
+        Draws { sequences: self, plan: 0, of_plan: &[], next: 0 }
     }
 
     /// Forgets what plans before `plan` have ended, and draws too old to be asked for.
     pub fn forget_before(&mut self, plan: u64) {
-        self.live.retain(|_, s| s.ended.is_none_or(|ended| ended >= plan));
-        self.drawn = self.drawn.split_off(&plan.saturating_sub(RECENT_PLANS));
+        let ended = self.ended.extract_if(.., |(by, _)| *by < plan);
+        for (by, seq) in ended {
+            // It may have begun again.
+            if self.live.get(&seq).is_some_and(|sequence| sequence.ended == Some(by)) {
+                self.remembered -= usize::from(self.live.remove(&seq).is_some_and(|s| s.history.is_some()));
+            }
+        }
+        let old = plan.saturating_sub(RECENT_PLANS);
+        while self.drawn.front().is_some_and(|drawn| drawn.plan < old) {
+            self.spare = self.drawn.pop_front().unwrap_or_default().draws;
+        }
     }
 
     /// A sequence enters, replacing what has its id.
     pub fn begin(&mut self, begin: &Begin) {
-        self.live.insert(begin.seq, begin.into());
+        let sequence = Sequence::from(begin);
+        self.remembered += usize::from(sequence.history.is_some());
+        let before = self.live.insert(begin.seq, sequence);
+        self.remembered -= usize::from(before.is_some_and(|sequence| sequence.history.is_some()));
     }
 
     /// `table[from..] = blocks`, `from` being at most the table's length.
@@ -148,18 +226,22 @@ impl Sequences {
 
     /// `seq` drew in `plan`.
     pub fn record(&mut self, plan: u64, seq: u64, draw: Draw) {
-        let room = || {
-            let mut room = NumberMap::default();
-            room.reserve(self.live.len());
-            room
-        };
-        self.drawn.entry(plan).or_insert_with(room).insert(seq, draw);
+        // One of the last.
+        let at = self.drawn.iter().rposition(|drawn| drawn.plan <= plan);
+        if let Some(drawn) = at.and_then(|at| self.drawn.get_mut(at)).filter(|drawn| drawn.plan == plan) {
+            return drawn.set(seq, draw);
+        }
+        let mut draws = std::mem::take(&mut self.spare);
+        draws.clear();
+        draws.push((seq, draw));
+        self.drawn.insert(at.map_or(0, |at| at + 1), Drawn { plan, draws, next: 0 });
     }
 
     /// No later plan names `seq`.
     pub fn end(&mut self, plan: u64, seq: u64) {
         if let Some(sequence) = self.live.get_mut(&seq) {
             sequence.ended = Some(plan);
+            self.ended.push((plan, seq));
         }
     }
 }
@@ -200,9 +282,24 @@ mod tests {
             all.forget_before(plan);
             all.record(plan, 5, Draw::Token(plan as u32));
         }
-        assert_eq!(all.drawn(99, 5), Some(Draw::Token(99)));
-        assert_eq!(all.drawn(99, 6), None);
+        assert_eq!(all.draws().get(99, 5), Some(Draw::Token(99)));
+        assert_eq!(all.draws().get(99, 6), None);
         assert!(all.drawn.len() as u64 <= RECENT_PLANS + 1);
+    }
+
+    #[test]
+    fn draws_are_found_in_any_order_and_the_last_word_counts() {
+        let mut all = Sequences::default();
+        for (plan, seq, token) in [(2, 5, 1), (2, 9, 2), (2, 3, 3), (1, 7, 4), (2, 7, 5), (2, 9, 6)] {
+            all.record(plan, seq, Draw::Token(token));
+        }
+        all.record(2, 3, Draw::Failed);
+        let mut draws = all.draws();
+        let found = [(2, 3), (2, 5), (1, 7), (2, 9), (2, 7), (1, 9), (3, 7), (2, 7)];
+        let found = found.map(|(plan, seq)| draws.get(plan, seq));
+        let token = |token| Some(Draw::Token(token));
+        let expected = [Some(Draw::Failed), token(1), token(4), token(6), token(5), None, None, token(5)];
+        assert_eq!(found, expected);
     }
 
     #[test]

@@ -72,10 +72,14 @@ pub type Load = fn(&Hello, Fds, &mut dyn FnMut(u32) -> bool) -> Result<ModelRunn
 
 /// As [`serve`], with a model that is loaded by `load`.
 ///
+/// That it failed is told before anything else, and the model is not let go of: every stream waits for the next worker, and what a failed GPU
+/// gives back piece by piece the system takes back when the process ends.
+///
 /// # Errors
 /// As [`serve`].
 pub fn serve_by(channel: &mut Channel, load: Load) -> Result<(), ServeError> {
-    let result = converse(channel, load);
+    let mut runner = None;
+    let result = converse(channel, load, &mut runner);
     match result {
         Ok(()) | Err(ServeError::Channel(ChannelError::Closed)) => Ok(()),
         Err(error) => {
@@ -83,6 +87,7 @@ pub fn serve_by(channel: &mut Channel, load: Load) -> Result<(), ServeError> {
             if let Err(unsent) = channel.send(&failed, &[]) {
                 tracing::warn!(%unsent, "the daemon could not be told of the failure");
             }
+            std::mem::forget(runner);
             Err(error)
         }
     }
@@ -92,7 +97,8 @@ fn one_line(text: &str) -> String {
     text.split('\n').map(str::trim).collect::<Vec<_>>().join("; ")
 }
 
-fn converse(channel: &mut Channel, load: Load) -> Result<(), ServeError> {
+/// The model is put into `runner` as soon as it is there.
+fn converse(channel: &mut Channel, load: Load, runner: &mut Option<ModelRunner>) -> Result<(), ServeError> {
     let hello = match channel.recv()? {
         ToWorker::Hello(hello) => hello,
         ToWorker::Shutdown => return Ok(()),
@@ -100,7 +106,7 @@ fn converse(channel: &mut Channel, load: Load) -> Result<(), ServeError> {
             return Err(ServeError::Protocol("the first frame is no hello".to_owned()));
         }
     };
-    let mut runner = start(channel, &hello, load)?;
+    let runner = runner.insert(start(channel, &hello, load)?);
     // Plans that have no answer.
     let mut out = VecDeque::new();
     loop {

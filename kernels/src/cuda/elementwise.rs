@@ -256,6 +256,7 @@ impl BlockCopies {
 }
 
 /// An address in the first page of all.
+#[cfg(feature = "failpoints")]
 const NOWHERE: u64 = 256;
 
 #[repr(C)]
@@ -313,6 +314,7 @@ pub fn copy_blocks(
 ///
 /// # Errors
 /// The device has failed already; what this does to it shows at a later call.
+#[cfg(feature = "failpoints")]
 pub fn read_nowhere(stream: &Stream) -> Result<(), CudaError> {
     let params = CopyArgs {
         copies: NOWHERE,

@@ -92,21 +92,7 @@ fn where_bits_must_not_depend_on_chunks_prompts_are_prefilled_and_what_follows_i
 
 #[test]
 fn a_deterministic_step_whose_partial_results_would_take_the_gpus_memory_is_refused_with_what_would_fit() {
-    let llama = DecoderShape {
-        layers: 32,
-        hidden: 4096,
-        ffn: 14_336,
-        heads: 32,
-        kv_heads: 8,
-        head_dim: 128,
-        vocabulary: 128_256,
-        tied: false,
-        bias: false,
-        epsilon: 1e-5,
-        frequencies: vec![1.0; 64],
-        magnitude: 1.0,
-        pairing: Pairing::Halves,
-    };
+    let llama = shape(ModelSource::open(Path::new("synthetic:llama-3-8b")).unwrap().config());
     let limits = |tokens: usize, context, exact| DecoderLimits {
         rows: tokens.max(256),
         tokens,
@@ -125,11 +111,42 @@ fn a_deterministic_step_whose_partial_results_would_take_the_gpus_memory_is_refu
     };
     let error = refused(&limits(8192, 131_072, true));
     assert!(error.starts_with("max_num_batched_tokens: 8192: "), "{error}");
-    assert!(error.ends_with("lower it to 1008, or max_model_len to 16128"), "{error}");
+    assert!(error.ends_with("lower it to 960, or max_model_len to 16128"), "{error}");
     // What it names is taken.
-    check_exact(&llama, &limits(1008, 131_072, true)).unwrap();
+    check_exact(&llama, &limits(960, 131_072, true)).unwrap();
     check_exact(&llama, &limits(8192, 16_128, true)).unwrap();
+    // There is room for 1,008 rows, and a step of them is padded to 1,024.
+    assert!(refused(&limits(1008, 131_072, true)).contains("lower it to 960, or max_model_len to 129024"));
     let seats = DecoderLimits { rows: 1200, ..limits(300, 131_072, true) };
     assert!(refused(&seats).starts_with("max_num_seqs: 1200: "), "{}", refused(&seats));
     check_exact(&llama, &limits(8192, 131_072, false)).unwrap();
+}
+
+#[test]
+fn what_a_model_takes_beside_its_arenas_follows_from_the_tokens_of_a_step_and_from_determinism() {
+    let source = ModelSource::open(Path::new("synthetic:llama-3-8b")).unwrap();
+    let steps = Steps { seqs: 64, tokens: 512, context: 8192, deterministic: false };
+    let of = |steps: Steps| overhead_bytes(source.config(), &steps);
+    let least = of(steps).unwrap();
+    assert!(least > RESERVE);
+    // Activations of a token: four hidden sizes, queries, keys and values, queries again, three feed-forward sizes.
+    let token = 2 * (4 * 4096 + 6144 + 4096 + 3 * 14_336);
+    assert_eq!(of(Steps { tokens: 8192, ..steps }).unwrap() - least, (8192 - 512) * token);
+    let exact = Steps { tokens: 2048, deterministic: true, ..steps };
+    let more = of(exact).unwrap() - of(Steps { deterministic: false, ..exact }).unwrap();
+    assert!((500 << 20..8 << 30).contains(&more), "partial results of every row: {more}");
+    let refused = of(Steps { tokens: 65_536, ..exact }).unwrap_err();
+    assert!(refused.to_string().starts_with("max_num_batched_tokens: 65536: "), "{refused}");
+}
+
+#[test]
+fn a_step_is_whole_without_what_is_told_of_it() {
+    let failed = || CudaError::Device { doing: "timing", code: "CUDA_ERROR_NOT_READY".to_owned() };
+    let recorded = Recordings { graphs: 3, took: std::time::Duration::from_micros(7), bytes: 5 };
+    let mut told = DeviceStep { beside_bytes: 9, ..DeviceStep::default() };
+    tell(&mut told, Ok(Some(16.6)), Recordings::default(), || unreachable!("nothing new is recorded"));
+    assert_eq!(told, DeviceStep { idle_us: Some(17), beside_bytes: 9, ..DeviceStep::default() });
+    tell(&mut told, Err(failed()), recorded, || Err(failed()));
+    let DeviceStep { idle_us, graphs, graphs_us, graphs_bytes, beside_bytes } = told;
+    assert_eq!((idle_us, graphs, graphs_us, graphs_bytes, beside_bytes), (None, 3, 7, 5, 9));
 }

@@ -21,7 +21,9 @@ fn tiny(model: &TinyModel) -> (TempDir, Options) {
         kv_memory: KvMemory::Tokens(1000),
         block_size: 32,
         max_num_seqs: 4,
+        max_num_batched_tokens: 16,
         max_model_len: None,
+        deterministic: false,
         taken: 0,
     };
     (dir, options)
@@ -42,7 +44,7 @@ fn what_is_planned_on_the_cpu_is_what_a_worker_makes() {
             kv_memory: options.kv_memory,
             max_model_len: None,
             max_num_seqs: options.max_num_seqs,
-            max_num_batched_tokens: 16,
+            max_num_batched_tokens: options.max_num_batched_tokens,
             threads: Some(1),
             deterministic: false,
             measure: false,
@@ -71,7 +73,8 @@ fn on_a_gpu_matrices_have_two_bytes_an_element_and_vectors_four() {
         let vectors = 5 * 64;
         assert_eq!(sum.weight_bytes, 2 * (sum.parameters - vectors) + 4 * vectors, "tied {tied_embeddings}");
         assert_eq!((sum.token_bytes, sum.block_bytes), (2 * TOKEN_ELEMENTS, 32 * 2 * TOKEN_ELEMENTS));
-        assert_eq!((sum.overhead_bytes, sum.blocks), (GPU_OVERHEAD, Ok(32)));
+        assert_eq!(sum.blocks, Ok(32));
+        assert!(sum.overhead_bytes >= 1 << 30, "steps and the driver have memory, too");
     }
 }
 
@@ -84,7 +87,8 @@ fn a_share_of_what_is_free_is_of_what_weights_scratch_and_other_models_leave() {
         kv_memory: KvMemory::Percent(50.0),
         ..options
     };
-    let before = Sum::new(&cuda, Ok(1 << 40)).unwrap().weight_bytes + GPU_OVERHEAD;
+    let sum = Sum::new(&cuda, Ok(1 << 40)).unwrap();
+    let before = sum.weight_bytes + sum.overhead_bytes;
     let block = 32 * 2 * TOKEN_ELEMENTS;
     assert_eq!(Sum::new(&cuda, Ok(before + 10 * block)).unwrap().blocks, Ok(5));
     let third = Options { taken: 4 * block, ..cuda.clone() };

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod driver;
+mod failure;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod independence;
