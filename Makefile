@@ -84,7 +84,8 @@ bench-cpu: build model ## This server and llama.cpp's on one CPU, in one run (AR
 bench-journal: build model ## What the journal costs: per step at 256 rows, and in tokens per second at 64 streams (ARGS: of scripts/bench/cpu.py)
 	cargo run --locked --release --package pagedd-journal --example append
 	cargo run --locked --release --package pagedd-tests --example journal
-	@python3 scripts/bench/cpu.py --only journal --no-peer --rounds 12 $(ARGS)
+	CARGO_TARGET_DIR=$(CURDIR)/target/points cargo build --locked --release $(POINTS) --workspace --bins
+	@python3 scripts/bench/cpu.py --only journal --no-peer --rounds 12 --points $(CURDIR)/target/points/release $(ARGS)
 
 .PHONY: bench-step
 bench-step: tools ## What a step costs the processor beside the computing: engine and a worker that computes nothing, 256 rows (ARGS: of pagedd bench latency)

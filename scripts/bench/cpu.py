@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """This server and llama.cpp's (and vLLM's, where it is given) on one CPU, in one run: A B A B, the same model file, the same client, one at a time.
 
-  cpu.py [--rounds 5] [--threads 2] [--only CASE,...] [--no-peer] [--json FILE]
+  cpu.py [--rounds 5] [--threads 2] [--only CASE,...] [--no-peer] [--points DIRECTORY] [--json FILE]
 
 Only ratios of one run mean something: machines differ. Other processes' CPU is printed for each figure; where they took more than a tenth
 of a CPU in a round, that pair counts for nothing, and where no more than half of the pairs are left there is no ratio and the exit code is 1.
@@ -12,7 +12,6 @@ import os
 import pathlib
 import signal
 import socket
-import sqlite3
 import statistics
 import subprocess
 import sys
@@ -99,13 +98,13 @@ def built():
     return pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
 
 
-def pagedd(binaries, work, model, lines, limit=180, cgroup=None):
+def pagedd(binaries, work, model, lines, limit=180, cgroup=None, environment=None):
     """Starts pagedd with one model, whose section of the configuration has `lines`, and one tenant; and what asks `pagedctl`."""
     if not (binaries / "pagedd").exists():
         die(f"{binaries / 'pagedd'} is missing; build it: make build")
     config, state = work / "pagedd.yaml", work / "state"
     config.write_text(f"models:\n  {model}:\n" + "".join(f"    {line}\n" for line in lines), encoding="utf8")
-    server = Server([binaries / "pagedd", "--config", config, "--state-dir", state], work, cgroup=cgroup)
+    server = Server([binaries / "pagedd", "--config", config, "--state-dir", state], work, cgroup=cgroup, environment=environment)
 
     def ctl(*arguments):
         command = [binaries / "pagedctl", "--socket", state / "admin.sock", "--json", *arguments]
@@ -128,14 +127,22 @@ def pagedd(binaries, work, model, lines, limit=180, cgroup=None):
     return server, ctl
 
 
-def configured(options, settings="", threads=True):
-    """The configuration of the model: for 64 streams, and further lines."""
-    return [f"path: {MODEL}", "kv_memory: 65536 tokens", "max_num_seqs: 64", *[f"threads: {options.threads}"] * threads, *settings.splitlines()]
-
-
-def ours(settings="", threads=True, cgroup=None):
-    """Starts pagedd with the model; `settings` are further lines of its configuration."""
-    return lambda work, options: pagedd(built(), work, "smollm2", configured(options, settings, threads), cgroup=cgroup and cgroup())[0]
+def ours(settings="", threads=True, cgroup=None, points=None):
+    """Starts pagedd with the model; `settings` are further lines of its configuration, `points` are fail points (of --points)."""
+    def start(work, options):
+        binaries = built() if points is None else options.points
+        lines = [f"path: {MODEL}", "kv_memory: 65536 tokens", "max_num_seqs: 64"]
+        lines += [f"threads: {options.threads}"] * threads + settings.splitlines()
+        server, ctl = pagedd(binaries, work, "smollm2", lines, cgroup=cgroup and cgroup(),
+                             environment={"FAILPOINTS": points} if points else None)
+        if points is not None:
+            # A build without fail points would be compared with itself.
+            load.level(server.base, "smollm2", server.process.pid, 1, load.plain(1, 16, 1), 1)
+            if ctl("status")["durable"]["is"] != ("no" if points else "yes"):
+                server.stop()
+                die(f"{binaries} has no fail points; build it: make bench-journal")
+        return server
+    return start
 
 
 def llama(slots, f16=False):
@@ -213,17 +220,21 @@ def cases():
              plain(16, 64), 16, 64, 0.95, own=True),
         Case("busy", "beside a busy process against alone: 16 streams", "economy", ours(threads=False), ours(threads=False),
              plain(16, 64), 16, 64, 0.8, busy=True, own=True),
+        # No `itl_target`: by it, what a server measured of its own steps at its start decides how prompts are spread, and no two
+        # servers run the same plans.
+        Case("journal", "the journal against none (each write of it fails): 64 streams, 94 in, 128 out", "output",
+             ours("itl_target: none", points=""), ours("itl_target: none", points="journal-append=return;journal-snapshot=return"),
+             plain(64, 64), 64, 128, 0.97, own=True),
     ]
 
 
-def figure(case, options, key, turn):
+def figure(start, case, options, seed, busy=False):
     """One server's turn at a case, on a fresh server, so that no cache is warm but by the case itself."""
-    start, busy = (case.a, case.busy) if key == "a" else (case.b, False)
     with tempfile.TemporaryDirectory(prefix="pagedd-bench-") as work:
         server = start(pathlib.Path(work), options)
         neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
         try:
-            prompts = case.prompts(turn)
+            prompts = case.prompts(seed)
             # Untimed: threads and caches come up, and a shared prefix is computed once, on both sides.
             system = prompts[0][0]
             warm = load.level(server.base, "smollm2", server.process.pid, 1, [(system, load.words(8, 999))], 8)
@@ -248,16 +259,18 @@ def row(side, turn, value, f):
           f"{f['server_private_mib']:7.0f} {f['others_cpus']:7.2f}", flush=True)
 
 
-def compare(case, options, take):
-    """All rounds of a case, A B A B, each figure as `take` takes it for side and turn; its report."""
+def compare(case, options):
+    """All rounds of a case, A B A B; its report."""
     heading, unit, value = METRICS[case.metric]
     with_peer = not options.no_peer or case.own
     print(f"{case.name}: {case.says}\n  side       turn {unit:>9}  seconds   TTFT50   TTFT99   TPOT50   TPOT99  cached  srv cpu s"
           "     MiB private  others", flush=True)
     sides, pairs = {"a": [], "b": []}, []
     for turn in range(1, options.rounds + 1):
-        for key in "ab" if with_peer else "a":
-            result = take(key, turn)
+        for key, start in (("a", case.a), ("b", case.b)):
+            if key == "b" and not with_peer:
+                continue
+            result = figure(start, case, options, turn, busy=case.busy and key == "a")
             sides[key].append(result)
             row(key, turn, value(result), result)
         if with_peer and max(sides[key][-1]["others_cpus"] for key in "ab") <= QUIET:
@@ -275,40 +288,6 @@ def compare(case, options, take):
             print(f"  {heading}: {middle[0]:.1f} against {middle[1]:.1f}; ratio {report['ratio']:.2f} (median of {len(pairs)} pairs), "
                   f"bar {case.bar}: {verdict}; TTFT p50 ratio {report['ttft_ratio']:.2f}", flush=True)
     return report
-
-
-def journal(options):
-    """The journal against none, on one server: while somebody else holds the lock of its file, it goes on without (`durable: no`)."""
-    # Prompts are computed on both sides, and as soon as there is room: what a server measured of its own steps has no say in its plans.
-    settings = "itl_target: none\nprefix_cache: false"
-    case = Case("journal", "the journal against none (its file is locked): 64 streams, 94 in, 128 out", "output", None, None,
-                plain(64, 64), 64, 128, 0.97, own=True)
-    with tempfile.TemporaryDirectory(prefix="pagedd-bench-") as work:
-        server, ctl = pagedd(built(), pathlib.Path(work), "smollm2", configured(options, settings))
-        lock = sqlite3.connect(pathlib.Path(work) / "state/journal.db", isolation_level=None)
-
-        def level(streams, prompts, tokens):
-            result = load.level(server.base, "smollm2", server.process.pid, streams, prompts, tokens)
-            if result["good"] != result["requests"]:
-                die(f"journal: {result['good']} of {result['requests']} requests succeeded: {result['errors']}")
-            return result
-
-        def take(key, turn):
-            if key == "b":
-                lock.execute("BEGIN IMMEDIATE")
-            # It finds out by a write.
-            level(1, load.plain(1, 16, turn), 1)
-            server.wait(lambda: ctl("status")["durable"]["is"] == ("yes" if key == "a" else "no"))
-            result = level(case.streams, case.prompts(turn), case.tokens)
-            if key == "b":
-                lock.execute("ROLLBACK")
-            return result
-
-        try:
-            return compare(case, options, take)
-        finally:
-            lock.close()
-            server.stop()
 
 
 def idle(options):
@@ -336,13 +315,14 @@ def idle(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = cases()
-    names = [case.name for case in every] + ["journal", "idle"]
+    names = [case.name for case in every] + ["idle"]
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", help=f"cases, by comma: {', '.join(names)}")
     parser.add_argument("--no-peer", action="store_true", help="this server alone")
     parser.add_argument("--peer-arguments", default="", help="further arguments of llama-server")
     parser.add_argument("--vllm", nargs=2, metavar=("PROGRAM", "MODEL"), help="vLLM's CPU build and a Hugging Face directory of the model")
+    parser.add_argument("--points", type=pathlib.Path, metavar="DIRECTORY", help="programs of a release build with fail points, for the case journal")
     parser.add_argument("--json", type=pathlib.Path, default=CACHE / "bench/cpu.json")
     options = parser.parse_args()
     only = options.only.split(",") if options.only else names
@@ -353,6 +333,8 @@ def main():
     if not options.vllm:
         only = [name for name in only if not name.endswith("-vllm")]
         print("vLLM's CPU build is not given (--vllm): no comparison with it")
+    if not options.points:
+        only = [name for name in only if name != "journal"]
     options.peer_arguments = options.peer_arguments.split()
     options.peer = None if options.no_peer else peer.build()
     name, flags = peer.cpu()
@@ -360,9 +342,7 @@ def main():
     if options.peer:
         print(f"peer (b): {peer.PACKAGE}, built here with {' '.join(peer.FLAGS)}; -c 65536 {' '.join(options.peer_arguments)}", flush=True)
     try:
-        reports = [compare(case, options, lambda key, turn, case=case: figure(case, options, key, turn)) for case in every if case.name in only]
-        if "journal" in only:
-            reports.append(journal(options))
+        reports = [compare(case, options) for case in every if case.name in only]
         if "idle" in only:
             reports.append(idle(options))
     finally:
