@@ -83,8 +83,9 @@ class PieceStream {
             const int in_block = token_ & ((1 << kv.log2_block) - 1);
             const uint8_t* from = head_ + block * kv.block_stride + in_block * (kDim * 2);
             const int valid = end_ - token_;
-            copy_piece<TileLayout<kDim>, 32>(stage, from, valid, lane_);
-            copy_piece<TileLayout<kDim>, 32>(stage + Shape::kTileBytes, from + (static_cast<int64_t>(kv.kv_heads) << kv.log2_block) * (kDim * 2), valid, lane_);
+            copy_piece<TileLayout<kDim>, 32>(stage, from, valid, lane_, copy_);
+            const uint8_t* values = from + (static_cast<int64_t>(kv.kv_heads) << kv.log2_block) * (kDim * 2);
+            copy_piece<TileLayout<kDim>, 32>(stage + Shape::kTileBytes, values, valid, lane_, copy_);
             token_ += Shape::kRoundTokens;
             if (token_ - warp_ * kPieceTokens >= end_) {
                 open(unit_ + 1);
@@ -126,6 +127,7 @@ class PieceStream {
     const DecodeUnit* list_;
     const int warp_;
     const int lane_;
+    const CopyOnce copy_;  // a step's keys and values are far more than the cache holds
     int unit_;
     int token_;  // first token of this warp's next piece
     int end_;

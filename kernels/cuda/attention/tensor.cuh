@@ -41,6 +41,24 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int by
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+/// A copy of what others read as well.
+struct CopyShared {
+    __device__ __forceinline__ void operator()(uint32_t to, const void* from, int bytes) const { copy_async(to, from, bytes); }
+};
+
+/// A copy of what is read once: it leaves the second-level cache before all else.
+class CopyOnce {
+  public:
+    __device__ __forceinline__ CopyOnce() { asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_)); }
+
+    __device__ __forceinline__ void operator()(uint32_t to, const void* from, int bytes) const {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes), "l"(policy_) : "memory");
+    }
+
+  private:
+    uint64_t policy_;
+};
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /// Waits until at most `kPending` of this thread's copy groups are in flight. Other threads' copies need a barrier after it.
@@ -204,8 +222,8 @@ struct TileLayout {
 
 /// Starts the copy of 16 tokens, which are contiguous in memory, by `kThreads` threads. Rows from `valid` on become zeros: what the arena holds
 /// past the end of a sequence may be NaN, and zero times NaN is NaN.
-template <class Layout, int kThreads>
-__device__ __forceinline__ void copy_piece(uint32_t to, const uint8_t* from, int valid, int thread) {
+template <class Layout, int kThreads, class Copy = CopyShared>
+__device__ __forceinline__ void copy_piece(uint32_t to, const uint8_t* from, int valid, int thread, const Copy& copy = Copy()) {
     constexpr int kCopies = kPieceTokens * Layout::kChunks;
     if constexpr (kThreads % Layout::kChunks == 0) {
         // Each thread stays in its column, so that its addresses differ by constants only.
@@ -214,7 +232,7 @@ __device__ __forceinline__ void copy_piece(uint32_t to, const uint8_t* from, int
         const uint32_t first = to + Layout::offset(row, thread % Layout::kChunks);
 #pragma unroll
         for (int down = 0; down < kPieceTokens; down += kRows) {
-            copy_async(Layout::down(first, down), from + (down * Layout::kChunks + thread) * 16, row + down < valid ? 16 : 0);
+            copy(Layout::down(first, down), from + (down * Layout::kChunks + thread) * 16, row + down < valid ? 16 : 0);
         }
     } else {
 #pragma unroll
@@ -222,7 +240,7 @@ __device__ __forceinline__ void copy_piece(uint32_t to, const uint8_t* from, int
             const int i = first + thread;
             if (kCopies % kThreads == 0 || i < kCopies) {
                 const int row = i / Layout::kChunks;
-                copy_async(to + Layout::offset(row, i % Layout::kChunks), from + i * 16, row < valid ? 16 : 0);
+                copy(to + Layout::offset(row, i % Layout::kChunks), from + i * 16, row < valid ? 16 : 0);
             }
         }
     }

@@ -25,12 +25,14 @@ type Sequence = (usize, usize);
 pub fn attention(stream: &Stream) -> Result<(), CudaError> {
     println!("{:<13} {:<36} {:>9} {:>8} {:>8}", "model", "bf16, blocks of 16", "µs", "GB/s", "TFLOP/s");
     let mixed: Vec<Sequence> = (0..64).map(|i| (128_usize << (i % 8), 1)).collect();
-    let decodes: [(Heads, &str, Vec<Sequence>); 7] = [
+    let decodes: [(Heads, &str, Vec<Sequence>); 9] = [
         (LLAMA, "decode 1 x 1024", vec![(1024, 1); 1]),
         (LLAMA, "decode 8 x 1024", vec![(1024, 1); 8]),
         (LLAMA, "decode 64 x 1024", vec![(1024, 1); 64]),
         (LLAMA, "decode 256 x 1024", vec![(1024, 1); 256]),
         (LLAMA, "decode 1 x 32500", vec![(32_500, 1); 1]),
+        (LLAMA, "decode 8 x 32500", vec![(32_500, 1); 8]),
+        (LLAMA, "decode 64 x 8192", vec![(8192, 1); 64]),
         (LLAMA, "decode 64 x 128 to 16384", mixed),
         (SMOL, "decode 64 x 1024", vec![(1024, 1); 64]),
     ];
