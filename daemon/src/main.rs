@@ -35,6 +35,7 @@ mod checkpoint;
 mod child;
 mod convert;
 mod daemon;
+mod databases;
 mod drain;
 mod gateway;
 mod hub;
