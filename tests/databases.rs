@@ -12,6 +12,8 @@ use pagedd_tests::wait;
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_mins(1);
+/// More tokens than are computed before a daemon has ended.
+const LONG: u32 = 9000;
 
 fn body(max_tokens: u32) -> Value {
     json!({"model": "tiny", "prompt": [200, 201, 202, 203], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true})
@@ -54,7 +56,7 @@ fn an_older_control_db_gives_nobody_anothers_requests_and_they_go_on_with_the_ri
     let mut events = victim
         .http
         .stream("/v1/completions", &[("pagedd-resumable", "1")], &{
-            let mut body = body(6000);
+            let mut body = body(LONG);
             body["stream"] = json!(true);
             body
         })
@@ -88,7 +90,9 @@ fn an_older_control_db_gives_nobody_anothers_requests_and_they_go_on_with_the_ri
     let (again, id) = ask(&victim);
     assert_eq!((&id, again.json()["choices"].clone()), (&ended, said.json()["choices"].clone()));
     let path = format!("/v1/requests/{live}");
-    wait::until("what was live has ended", LIMIT, || victim.http.get(&path).ok()["status"] == "completed");
+    wait::until("what was live has ended", LIMIT, || {
+        victim.http.get(&path).ok()["usage"]["completion_tokens"] == LONG
+    });
     let third = daemon.add_tenant_of("tiny", "third", "0%", "100%");
     assert_eq!(number(&daemon.tenant_info("third"), "id"), before + 2, "evil's number is given again");
     assert_eq!(third.http.get(&format!("/v1/requests/{other}")).status, 404);

@@ -37,6 +37,7 @@ mod convert;
 mod daemon;
 mod databases;
 mod drain;
+mod fit;
 mod gateway;
 mod hub;
 mod metrics;

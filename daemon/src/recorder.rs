@@ -27,6 +27,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{error, info, warn};
 
 use crate::convert;
+use crate::fit::Misfit;
 use crate::hub::{ConnectionId, Message, Ticket};
 use crate::retention::Retentions;
 
@@ -260,6 +261,28 @@ async fn hand_over(
         recorder.send(Told::Replayed(request, placed)).await.ok()?;
     }
     Some(proven)
+}
+
+/// Gives an engine requests that are too large for it, to be kept: they go on with a daemon whose model has room for them.
+pub async fn hold(
+    misfits: Vec<(Kept, Misfit)>,
+    engine: &EngineHandle<Box<Ticket>>,
+    recorder: &mpsc::Sender<Told>,
+) {
+    for (kept, misfit) in misfits {
+        let request = kept.admission.request;
+        warn!(
+            %request,
+            reason = %misfit,
+            "an accepted request waits: it goes on at a start at which there is room for it again"
+        );
+        let mut command = Command::Hold(Box::new(convert::restored(&kept)));
+        while let Err((InboxFull, back)) = engine.send(command) {
+            command = back;
+            tokio::time::sleep(INBOX_RETRY).await;
+        }
+        drop(recorder.send(Told::Replayed(request, Placed::Waits)).await);
+    }
 }
 
 /// In test builds the fail point `readmit` ends the daemon at the request whose prompt begins with the token that it returns.
