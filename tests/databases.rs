@@ -29,6 +29,11 @@ fn ask(tenant: &Tenant) -> (Response, String) {
     (answer, id)
 }
 
+/// Its port is open from the start, and answers once what was live is in the engine again.
+fn wait_ready(tenant: &Tenant) {
+    wait::until("the tenant's port is ready", LIMIT, || tenant.http.get("/readyz").status == 200);
+}
+
 /// Puts a database in place of that of a state directory, or nothing.
 fn put(state: &Path, name: &str, from: Option<&Path>) {
     for side in ["", "-wal", "-shm"] {
@@ -87,6 +92,7 @@ fn an_older_control_db_gives_nobody_anothers_requests_and_they_go_on_with_the_ri
 
     put(&site.state(), "control.db", Some(&newer));
     let daemon = site.start();
+    wait_ready(&victim);
     let (again, id) = ask(&victim);
     assert_eq!((&id, again.json()["choices"].clone()), (&ended, said.json()["choices"].clone()));
     let path = format!("/v1/requests/{live}");
@@ -120,6 +126,7 @@ fn a_journal_beside_another_control_db_is_refused_and_a_lost_journal_is_said() {
     }
     put(&site.state(), "control.db", Some(&backup));
     let daemon = site.start();
+    wait_ready(&acme);
     assert_eq!(ask(&acme).1, ended, "nothing was lost");
     let site = daemon.stop();
 
@@ -129,6 +136,7 @@ fn a_journal_beside_another_control_db_is_refused_and_a_lost_journal_is_said() {
         daemon.site().log_text().contains("there was no journal.db"),
         "nothing is said of the lost journal"
     );
+    wait_ready(&acme);
     assert_ne!(ask(&acme).1, ended);
     daemon.stop();
 }

@@ -67,3 +67,6 @@ pub fn misfit(saved: &SavedRequest, info: &ModelInfo) -> Option<Misfit> {
     let blocks = blocks_at_full_length(prompt, most, saved.n, Tokens(info.block_size));
     (blocks > Blocks(info.blocks)).then_some(Misfit::Pool { blocks, pool: info.blocks })
 }
+
+#[cfg(test)]
+mod tests;

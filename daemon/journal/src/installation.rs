@@ -67,7 +67,7 @@ impl JournalDb {
             change.execute("INSERT INTO installation (id) VALUES (?1)", [installation.0])
         })?;
         self.committed(Commit::Synced);
-        Ok(if self.made { Bound::Made } else { Bound::Adopted })
+        Ok(self.unbound)
     }
 
     /// The highest numbers that a request names.

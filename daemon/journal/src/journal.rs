@@ -8,7 +8,7 @@
 
 use crate::saved::{StepEntry, seal};
 use crate::schema::{self, JOURNAL_DB, Kind};
-use crate::{Admission, DbError, Entry};
+use crate::{Admission, Bound, DbError, Entry};
 use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use rusqlite::config::DbConfig;
@@ -82,8 +82,8 @@ pub struct JournalDb {
     pub(crate) unclean: bool,
     /// The file's live requests are not known to whoever makes snapshots.
     pub(crate) unread: bool,
-    /// The file was made when it was opened.
-    pub(crate) made: bool,
+    /// What a first [`bind`](JournalDb::bind) finds.
+    pub(crate) unbound: Bound,
     /// Tenants that control.db does not know: who makes snapshots does not, either.
     pub(crate) strangers: BTreeSet<TenantId>,
 }
@@ -123,7 +123,7 @@ impl JournalDb {
         let path = state_dir.join("journal.db");
         let (db, made) = schema::open_or_make(&path, kind)?;
         let journal = Self::over(db, path, fsync)?;
-        Ok(Self { made, ..journal })
+        Ok(Self { unbound: if made { Bound::Made } else { Bound::Adopted }, ..journal })
     }
 
     /// An empty one in memory, for the one in `state_dir` as long as that cannot be had.
@@ -165,7 +165,7 @@ impl JournalDb {
             unsynced: true,
             unclean: true,
             unread: false,
-            made: false,
+            unbound: Bound::Made,
             strangers: BTreeSet::new(),
         }
     }

@@ -96,7 +96,7 @@ fn a_journal_of_an_older_version_is_adopted_and_the_keys_of_its_requests_are_kno
         [],
     )
     .unwrap();
-    let body = crate::saved::seal(&saved(Some(6))).unwrap();
+    let body = saved::seal(&saved(Some(6))).unwrap();
     old.execute("INSERT INTO bodies (request, body) VALUES (1, ?1)", [body]).unwrap();
     drop(old);
     let mut db = journal(dir.path());
