@@ -7,7 +7,9 @@ use pagedd_journal::OnLeave;
 use super::*;
 
 fn settings(options: &str) -> Settings {
-    let text = format!("models:\n  m:\n    path: /tmp\n    device: cpu\n{options}");
+    let file = tempfile::Builder::new().suffix(".gguf").tempfile().unwrap();
+    let path = file.path().display();
+    let text = format!("models:\n  m:\n    path: {path}\n    device: cpu\n{options}");
     let config = Config::parse(Some(Path::new("/p.yaml")), &text, &Overrides::default()).unwrap();
     config.models.into_iter().next().unwrap()
 }
