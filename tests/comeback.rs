@@ -195,3 +195,63 @@ fn wait_for_end(tenant: &Tenant, path: &str, mut state: Value) -> Value {
     });
     state
 }
+
+#[test]
+fn a_request_whose_models_arithmetic_was_changed_ends_with_an_error_that_says_so() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), 41);
+    for option in ["kv_dtype: f32", "dtype: f32"] {
+        let mut daemon = Site::new(&yaml(folder.path())).start();
+        let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+        let (_events, id) = open(&acme, &body(200, 20, 3000));
+        daemon.site().configure(&format!("{}    {option}\n", yaml(folder.path())));
+        kill(&daemon);
+        daemon.wait_ready();
+        let events = whole(&acme, &id);
+        let error = events.iter().find(|event| event.data.contains("model_changed"));
+        assert!(error.is_some(), "no error: {:?}", events.last());
+        assert!(daemon.site().log_text().contains("dtype or kv_dtype was changed"));
+        let (_events, next) = open(&acme, &body(200, 20, 8));
+        assert!(!text(&whole(&acme, &next)).is_empty());
+        daemon.stop();
+    }
+}
+
+#[test]
+fn a_request_that_is_too_large_for_changed_settings_waits_can_be_cancelled_and_goes_on_with_the_right_ones() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), 41);
+    let settings = yaml(folder.path());
+    for (smaller, reason) in [
+        (format!("{settings}    max_model_len: 1024\n"), "max_model_len is 1024 now"),
+        (settings.replace("32768 tokens", "2048 tokens"), "kv_memory has 128 now"),
+    ] {
+        let mut daemon = Site::new(&settings).start();
+        let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+        let (_first, cancelled) = open(&acme, &body(200, 20, 3000));
+        let (_second, waits) = open(&acme, &body(200, 20, 3000));
+        daemon.site().configure(&smaller);
+        kill(&daemon);
+        daemon.wait_ready();
+        let said = || daemon.site().log_text().matches(reason).count();
+        wait::until("it is said why they wait", Duration::from_mins(1), || said() == 2);
+        // What fits goes on meanwhile.
+        let (_events, next) = open(&acme, &body(200, 20, 8));
+        assert!(!text(&whole(&acme, &next)).is_empty());
+        let state = acme.http.get(&format!("/v1/requests/{waits}")).ok();
+        assert_eq!((&state["status"], &state["error"]), (&json!("in_progress"), &Value::Null));
+        let path = format!("/v1/requests/{cancelled}");
+        let after = acme.http.post(&format!("{path}/cancel"), &json!({})).ok();
+        assert_eq!(wait_for_end(&acme, &path, after)["status"], "cancelled");
+
+        daemon.site().configure(&settings);
+        kill(&daemon);
+        daemon.wait_ready();
+        let events = whole(&acme, &waits);
+        assert_eq!(events.last().map(|e| e.data.as_str()), Some("[DONE]"), "{:?}", events.last());
+        assert_eq!(usage(&events)["completion_tokens"], 3000);
+        let (_events, whole_at_once) = open(&acme, &body(200, 20, 3000));
+        assert_eq!(text(&events), text(&whole(&acme, &whole_at_once)));
+        daemon.stop();
+    }
+}

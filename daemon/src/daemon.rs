@@ -25,6 +25,7 @@ use tracing::{error, info, warn};
 use crate::admin::Order;
 use crate::checkpoint::Checkpoints;
 use crate::convert;
+use crate::fit::{Misfit, is_of_another_model, misfit};
 use crate::gateway::Going;
 use crate::hub::Message;
 use crate::model::Model;
@@ -613,16 +614,29 @@ async fn readmit(
     recorder: mpsc::Sender<Told>,
     events: mpsc::WeakSender<Event>,
 ) {
-    let digest = model.state.borrow().model().map(|ready| ready.info.file_digest);
-    let changed = |kept: &mut Kept| {
-        let before = kept.admission.model_digest;
-        before.is_some() && digest.is_some() && before != digest
-    };
-    for kept in restored.extract_if(.., changed) {
-        let request = kept.admission.request;
-        error!(%request, model = model.name, "the model's file was replaced in the middle of a request; it fails");
-        let finished = convert::restored(&kept).finish(FinishReason::ModelChanged);
-        drop(recorder.send(Told::Step(StepRecord { finished, ..StepRecord::default() })).await);
+    let info = model.state.borrow().model().map(|ready| ready.info.clone());
+    if let Some(info) = info {
+        let changed =
+            |kept: &mut Kept| is_of_another_model(kept.admission.model_digest, &model.config, &info);
+        for kept in restored.extract_if(.., changed) {
+            let request = kept.admission.request;
+            error!(
+                %request,
+                model = model.name,
+                "the model's file, dtype or kv_dtype was changed in the middle of a request; it fails"
+            );
+            let finished = convert::restored(&kept).finish(FinishReason::ModelChanged);
+            drop(recorder.send(Told::Step(StepRecord { finished, ..StepRecord::default() })).await);
+        }
+        let (mut misfits, mut others) = (Vec::<(Kept, Misfit)>::new(), Vec::new());
+        for kept in restored {
+            match misfit(&kept.admission.saved, &info) {
+                Some(misfit) => misfits.push((kept, misfit)),
+                None => others.push(kept),
+            }
+        }
+        restored = others;
+        recorder::hold(misfits, &model.engine, &recorder).await;
     }
     let mut readmitted = pin!(recorder::readmit(restored, model.engine.clone(), recorder));
     let late = tokio::time::timeout(LONGEST_CLOSED, &mut readmitted).await.is_err();

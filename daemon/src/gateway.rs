@@ -26,6 +26,7 @@ use tracing::{error, info, warn};
 
 use crate::backoff::Backoff;
 use crate::convert;
+use crate::fit::model_digest;
 use crate::hub::{ConnectionId, Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
@@ -407,7 +408,9 @@ impl GatewayTask {
             context,
         };
         let (idempotency, hold) = claimed.unzip();
-        let model_digest = self.model.state.borrow().model().map(|model| model.info.file_digest);
+        let ready = self.model.state.borrow();
+        let model_digest = ready.model().map(|ready| model_digest(&self.model.config, &ready.info));
+        drop(ready);
         let admission = Admission { request: id, tenant: self.tenant, idempotency, model_digest, saved };
         let submission = Submission {
             request: convert::new_request(&admission),

@@ -27,6 +27,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{error, info, warn};
 
 use crate::convert;
+use crate::fit::Misfit;
 use crate::hub::{ConnectionId, Message, Ticket};
 use crate::retention::Retentions;
 
@@ -138,25 +139,19 @@ pub struct Found {
 }
 
 /// The live requests of a journal. One with which daemons end again and again is set aside: it fails. So is one that is damaged: it goes
-/// when its time is over. Those of tenants that are gone are deleted. What cannot be written is done by the next start.
+/// when its time is over. Those of tenants that are not known are left where they are. What cannot be written is done by the next start.
 ///
 /// # Errors
 /// The journal cannot be read.
 pub fn live(db: &mut JournalDb, tenants: &[TenantId]) -> Result<Found, pagedd_journal::DbError> {
-    let (mut live, mut aside, mut damaged, mut gone) = (Vec::new(), Vec::new(), Vec::new(), BTreeSet::new());
+    let (mut live, mut aside, mut damaged) = (Vec::new(), Vec::new(), Vec::new());
     db.replay_live(|kept| match kept {
-        Ok(kept) if !tenants.contains(&kept.admission.tenant) => drop(gone.insert(kept.admission.tenant)),
+        Ok(kept) if !tenants.contains(&kept.admission.tenant) => {}
         Ok(kept) if kept.replays >= MOST_REPLAYS => aside.push(kept.admission.request),
         Ok(kept) => live.push(kept),
-        Err(damage) if !tenants.contains(&damage.tenant) => drop(gone.insert(damage.tenant)),
+        Err(damage) if !tenants.contains(&damage.tenant) => {}
         Err(damage) => damaged.push(damage),
     })?;
-    // The daemon ended between the removal of a tenant and that of its requests.
-    for tenant in gone {
-        if let Err(error) = db.delete_tenant(tenant) {
-            warn!(%tenant, %error, "requests of a removed tenant stay until the next start");
-        }
-    }
     let set_aside = (aside.len() + damaged.len()) as u64;
     for request in aside {
         error!(%request, "daemons end with this request again and again; it is set aside");
@@ -266,6 +261,28 @@ async fn hand_over(
         recorder.send(Told::Replayed(request, placed)).await.ok()?;
     }
     Some(proven)
+}
+
+/// Gives an engine requests that are too large for it, to be kept: they go on with a daemon whose model has room for them.
+pub async fn hold(
+    misfits: Vec<(Kept, Misfit)>,
+    engine: &EngineHandle<Box<Ticket>>,
+    recorder: &mpsc::Sender<Told>,
+) {
+    for (kept, misfit) in misfits {
+        let request = kept.admission.request;
+        warn!(
+            %request,
+            reason = %misfit,
+            "an accepted request waits: it goes on at a start at which there is room for it again"
+        );
+        let mut command = Command::Hold(Box::new(convert::restored(&kept)));
+        while let Err((InboxFull, back)) = engine.send(command) {
+            command = back;
+            tokio::time::sleep(INBOX_RETRY).await;
+        }
+        drop(recorder.send(Told::Replayed(request, Placed::Waits)).await);
+    }
 }
 
 /// In test builds the fail point `readmit` ends the daemon at the request whose prompt begins with the token that it returns.

@@ -38,6 +38,7 @@ use crate::admin::AdminSocket;
 use crate::bench;
 use crate::checkpoint::Checkpoints;
 use crate::daemon::{Daemon, Db, Facts, watch_model};
+use crate::databases;
 use crate::drain::Ending;
 use crate::gateway::{GatewayLimits, Going};
 use crate::hub::{self, Hub};
@@ -219,14 +220,12 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
         Some(wanted) => runtime.block_on(reload::reload(&config, &around, &wanted)).map_err(|e| state(&e))?,
         None => Reloaded::default(),
     };
-    let db = ControlDb::open(&config.state_dir).map_err(|e| state_failure(&e))?;
     let fsync = match config.fsync {
         Fsync::Interval => pagedd_journal::Fsync::Interval(SYNC_EVERY),
         Fsync::Every => pagedd_journal::Fsync::Every,
         Fsync::Never => pagedd_journal::Fsync::Never,
     };
-    let journal =
-        JournalWriter::open(&config.state_dir, fsync, recorder::now()).map_err(|e| state_failure(&e))?;
+    let (db, journal) = databases::open(&config.state_dir, fsync).map_err(|e| state_failure(&e))?;
     let begun = Begun { around, reloaded, lifeline, start };
     let result = runtime.block_on(serve(config, db, journal, begun));
     // Engines that did not end in time are not waited for: their workers end with our sockets.

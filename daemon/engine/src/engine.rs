@@ -305,6 +305,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             Command::Restore { restored, reply } => {
                 reply(self.restore(*restored));
             }
+            Command::Hold(restored) => self.held.keep(*restored),
             Command::Cancel(request) => {
                 let mut finished = self.scheduler.cancel(request);
                 finished.extend(self.held.cancel(request));
@@ -320,7 +321,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                 if set.is_ok() {
                     self.scheduler.set_prompt_lookup(tenant, prompt_lookup);
                     self.adopt(tenant);
-                    let held = self.held.take(Some(tenant));
+                    let held = self.held.take_waiting(tenant);
                     for restored in held {
                         self.restore(restored);
                     }

@@ -37,6 +37,9 @@ pub enum Command<T> {
         /// Told where it is now.
         reply: Reply<Placed>,
     },
+    /// Keep a request that an earlier engine had admitted and that is too large for this one: it can be cancelled, and its choices finished;
+    /// what is left of it at the end stays in the journal.
+    Hold(Box<Restored>),
     /// Its client left, or an operator ended it.
     Cancel(RequestId),
     /// End one choice, because its text is complete.

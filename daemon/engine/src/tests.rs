@@ -391,6 +391,20 @@ fn a_restored_request_without_a_share_can_be_cancelled_and_its_choices_finished(
 }
 
 #[test]
+fn a_request_that_is_held_never_runs_and_ends_only_where_it_is_told_to() {
+    let hold = || {
+        let Command::Restore { restored, .. } = restored(3, &[4]) else { unreachable!() };
+        Command::Hold(restored)
+    };
+    let id = request(4, 1).id;
+    assert_eq!(tell(vec![hold(), share_of(8), Command::Cancel(id)], 1), ["finished cancelled"]);
+    let finish = Command::FinishChoice { request: id, choice: 0, reason: FinishReason::Stop };
+    assert_eq!(tell(vec![share_of(8), hold(), finish], 1), ["finished stop"]);
+    let remove = Command::RemoveTenant { tenant: TENANT, reply: Box::new(|()| {}) };
+    assert_eq!(tell(vec![hold(), share_of(8), remove], 1), ["finished cancelled"]);
+}
+
+#[test]
 fn a_restored_request_that_cannot_go_on_fails_and_one_that_is_here_already_is_left_alone() {
     let long = Command::Restore {
         reply: Box::new(|_| ()),

@@ -1,7 +1,7 @@
 //! control.db: tenants, keys and the installation's secret.
 
 use crate::schema::{self, CONTROL_DB};
-use crate::{DbError, Digest, NewKey};
+use crate::{DbError, Digest, Installation, NewKey, Numbers};
 use pagedd_core::TenantId;
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, named_params, params};
 use std::path::{Path, PathBuf};
@@ -146,6 +146,58 @@ impl ControlDb {
         &self.secret
     }
 
+    /// Whose the numbers of tenants and keys are. It follows from the secret, so that every backup of the database says the same.
+    pub fn installation(&self) -> Installation {
+        let mut id = [0; 16];
+        let hash = blake3::keyed_hash(&self.secret, b"pagedd installation");
+        id.copy_from_slice(&hash.as_bytes()[..16]);
+        Installation(id)
+    }
+
+    /// The highest numbers that were ever given.
+    pub fn numbers(&self) -> Result<Numbers, DbError> {
+        let highest = |table: &str| {
+            let given =
+                self.rows("SELECT seq FROM sqlite_sequence WHERE name = ?1", [table], |row| row.get(0))?;
+            Ok(given.into_iter().max().unwrap_or(0))
+        };
+        Ok(Numbers { tenant: highest("tenants")?, key: highest("keys")? })
+    }
+
+    /// Gives none of these numbers, nor any below, from here on. Says whether that changes anything.
+    pub fn raise(&mut self, numbers: Numbers) -> Result<bool, DbError> {
+        let given = self.numbers()?;
+        if given.tenant >= numbers.tenant && given.key >= numbers.key {
+            return Ok(false);
+        }
+        self.change(|change| {
+            for (table, highest) in
+                [("tenants", numbers.tenant.max(given.tenant)), ("keys", numbers.key.max(given.key))]
+            {
+                change.run("DELETE FROM sqlite_sequence WHERE name = ?1", [table])?;
+                change.run(
+                    "INSERT INTO sqlite_sequence (name, seq) VALUES (?1, ?2)",
+                    params![table, highest],
+                )?;
+            }
+            Ok(true)
+        })
+    }
+
+    /// Tenants that were [removed](Self::remove_tenant), and not [forgotten](Self::forget_removed) yet.
+    pub fn removed(&self) -> Result<Vec<TenantId>, DbError> {
+        self.rows("SELECT tenant FROM removed ORDER BY tenant", [], |row| row.get(0).map(TenantId))
+    }
+
+    /// The journal has nothing of these removed tenants any more.
+    pub fn forget_removed(&mut self, tenants: &[TenantId]) -> Result<(), DbError> {
+        self.change(|change| {
+            tenants
+                .iter()
+                .try_for_each(|tenant| change.run("DELETE FROM removed WHERE tenant = ?1", [tenant.0]))
+        })
+    }
+
     /// Every tenant, by name.
     pub fn tenants(&self) -> Result<Vec<TenantRow>, DbError> {
         self.rows(&format!("SELECT {TENANT} FROM tenants ORDER BY name"), [], tenant)
@@ -231,15 +283,18 @@ impl ControlDb {
         })
     }
 
-    /// Removes a tenant and its keys, and returns what it was.
+    /// Removes a tenant and its keys, and returns what it was. Its number is among the [removed](Self::removed) ones: whoever ends before
+    /// the journal has deleted its requests can tell them from those of a tenant that this database never knew.
     ///
     /// # Errors
     /// [`DbError::UnknownTenant`].
     pub fn remove_tenant(&mut self, id: TenantId) -> Result<TenantRow, DbError> {
         self.change(|change| {
-            change
+            let row = change
                 .maybe(&format!("DELETE FROM tenants WHERE id = ?1 RETURNING {TENANT}"), [id.0], tenant)?
-                .ok_or(DbError::UnknownTenant { tenant: id })
+                .ok_or(DbError::UnknownTenant { tenant: id })?;
+            change.run("INSERT OR IGNORE INTO removed (tenant) VALUES (?1)", [id.0])?;
+            Ok(row)
         })
     }
 
@@ -325,6 +380,11 @@ struct Change<'a> {
 }
 
 impl Change<'_> {
+    fn run(&self, statement: &str, parameters: impl rusqlite::Params) -> Result<(), DbError> {
+        let done = self.transaction.execute(statement, parameters);
+        done.map(|_| ()).map_err(|error| DbError::sql(self.path, error))
+    }
+
     fn one<T>(
         &self,
         statement: &str,

@@ -90,6 +90,31 @@ pub enum DbError {
         /// The database.
         path: PathBuf,
     },
+    /// Something that is no file stands in the place of the database.
+    #[error("{} is {is}, and no file; move it away", path.display())]
+    NoFile {
+        /// The database.
+        path: PathBuf,
+        /// What it is, in words.
+        is: &'static str,
+    },
+    /// The journal's numbers of tenants and keys are those of another control.db.
+    #[error(
+        "{} and {} are of two installations; put the control.db back that belongs to this journal.db, or move journal.db away to begin \
+         with an empty one", control.display(), journal.display()
+    )]
+    OtherInstallation {
+        /// The database of tenants and keys.
+        control: PathBuf,
+        /// The database of requests.
+        journal: PathBuf,
+    },
+    /// The journal came late, and knows numbers that may have been given again by now.
+    #[error("{} has requests of tenants or keys that control.db did not know at the start; start pagedd again", path.display())]
+    Ahead {
+        /// The database.
+        path: PathBuf,
+    },
     /// A newer pagedd wrote the file.
     #[error(
         "{} has schema version {found}, this pagedd knows up to {known}; install the newer pagedd again, or restore a backup",
@@ -104,7 +129,10 @@ pub enum DbError {
         known: u32,
     },
     /// The file or its directory cannot be written.
-    #[error("{} cannot be written; check the owner and mode of the state directory", path.display())]
+    #[error(
+        "{} cannot be written; check the owner and mode of the state directory, and the file's attributes (lsattr)",
+        path.display()
+    )]
     ReadOnly {
         /// The database.
         path: PathBuf,

@@ -8,13 +8,13 @@
 
 use crate::saved::{StepEntry, seal};
 use crate::schema::{self, JOURNAL_DB, Kind};
-use crate::{Admission, DbError, Entry};
+use crate::{Admission, Bound, DbError, Entry};
 use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use rusqlite::config::DbConfig;
 use rusqlite::{Connection, Params, Row, params};
 use serde::Serialize;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
@@ -82,6 +82,10 @@ pub struct JournalDb {
     pub(crate) unclean: bool,
     /// The file's live requests are not known to whoever makes snapshots.
     pub(crate) unread: bool,
+    /// What a first [`bind`](JournalDb::bind) finds.
+    pub(crate) unbound: Bound,
+    /// Tenants that control.db does not know: who makes snapshots does not, either.
+    pub(crate) strangers: BTreeSet<TenantId>,
 }
 
 /// What a commit waits for.
@@ -117,7 +121,9 @@ impl JournalDb {
 
     pub(crate) fn open_as(state_dir: &Path, fsync: Fsync, kind: Kind) -> Result<Self, DbError> {
         let path = state_dir.join("journal.db");
-        Self::over(schema::open(&path, kind)?, path, fsync)
+        let (db, made) = schema::open_or_make(&path, kind)?;
+        let journal = Self::over(db, path, fsync)?;
+        Ok(Self { unbound: if made { Bound::Made } else { Bound::Adopted }, ..journal })
     }
 
     /// An empty one in memory, for the one in `state_dir` as long as that cannot be had.
@@ -159,6 +165,8 @@ impl JournalDb {
             unsynced: true,
             unclean: true,
             unread: false,
+            unbound: Bound::Made,
+            strangers: BTreeSet::new(),
         }
     }
 
@@ -492,8 +500,9 @@ impl Change<'_> {
     pub(crate) fn insert_request(&self, seq: i64, admission: &Admission, step: i64) -> Result<(), DbError> {
         let body = self.seal(&admission.saved)?;
         self.execute(
-            "INSERT INTO requests (seq, id, tenant, idempotency_key, idempotency_body, bytes, first_step, model_digest)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+            "INSERT INTO requests
+                 (seq, id, tenant, idempotency_key, idempotency_body, bytes, first_step, model_digest, key)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
             params![
                 seq,
                 admission.request.0,
@@ -503,6 +512,7 @@ impl Change<'_> {
                 body.len() as i64,
                 step,
                 admission.model_digest,
+                admission.saved.key.unwrap_or(0),
             ],
         )?;
         self.execute("INSERT INTO bodies (request, body) VALUES (?1, ?2)", params![seq, body])?;

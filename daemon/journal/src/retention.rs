@@ -42,12 +42,13 @@ struct Candidate {
 }
 
 impl JournalDb {
-    /// Whether any request is kept that has ended.
+    /// Whether any request is kept that has ended, or that only waits for its time to be over.
     ///
     /// # Errors
     /// Where the file cannot be read.
     pub fn keeps_ended(&self) -> Result<bool, DbError> {
-        let query = "SELECT EXISTS (SELECT 1 FROM requests WHERE finished_unix IS NOT NULL)";
+        let query = "SELECT EXISTS (SELECT 1 FROM requests WHERE finished_unix IS NOT NULL)
+                         OR EXISTS (SELECT 1 FROM requests JOIN strangers USING (tenant))";
         Ok(rows(&self.db, &self.path, query, [], |row| row.get(0))?.pop().unwrap_or(false))
     }
 
@@ -99,6 +100,13 @@ impl JournalDb {
             totals.entry(most).and_modify(|bytes| *bytes -= next.bytes);
             tenants.insert(most);
             victims.push((next.seq, next.request));
+        }
+        if let Some(over_at) = now_unix.checked_sub(retention.seconds).filter(|_| !self.strangers.is_empty())
+        {
+            for (tenant, seq, request) in self.live_of_strangers(over_at, EXPIRE_AT_ONCE - victims.len())? {
+                tenants.insert(tenant);
+                victims.push((seq, request));
+            }
         }
         if victims.is_empty() {
             return Ok(Expired::default());

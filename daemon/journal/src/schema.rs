@@ -3,9 +3,9 @@
 use crate::DbError;
 use fail::fail_point;
 use rusqlite::{Connection, OpenFlags};
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::fs::{self, File, FileType, OpenOptions, Permissions};
 use std::io;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -69,6 +69,9 @@ pub(crate) const CONTROL: Migrations = &["
     ALTER TABLE tenants ADD COLUMN prompt_lookup INTEGER CHECK (prompt_lookup IN (0, 1));
 ", "
     ALTER TABLE tenants ADD COLUMN retention_ms INTEGER CHECK (retention_ms >= 0);
+", "
+    -- Numbers of removed tenants whose requests the journal may still have.
+    CREATE TABLE removed (tenant INTEGER PRIMARY KEY) STRICT;
 "];
 
 /// journal.db. `requests` is small and changes, `bodies` is large and does not: SQLite writes a changed row anew, whole.
@@ -119,6 +122,16 @@ pub(crate) const JOURNAL: Migrations = &["
     ALTER TABLE requests ADD COLUMN model_digest BLOB CHECK (length(model_digest) = 16);
     -- Prompt tokens that it found in the prefix cache; NULL until it has started.
     ALTER TABLE requests ADD COLUMN cached_tokens INTEGER;
+", "
+    -- The installation whose tenants and keys are meant by their numbers: one row, and none before the file was used beside a control.db.
+    CREATE TABLE installation (id BLOB NOT NULL CHECK (length(id) = 16)) STRICT;
+    -- Tenants that control.db does not know, and since when.
+    CREATE TABLE strangers (
+        tenant INTEGER PRIMARY KEY,
+        since_unix INTEGER NOT NULL
+    ) STRICT;
+    -- Number of the key that made it, 0 where there was none; NULL where an older pagedd took it: then it stands in the body alone.
+    ALTER TABLE requests ADD COLUMN key INTEGER;
 "];
 
 /// Who else may open the file meanwhile.
@@ -132,7 +145,20 @@ pub(crate) enum Sharing {
 
 /// Opens `path` (mode 0600, made where it is missing), checks it and brings it to the newest version.
 pub(crate) fn open(path: &Path, kind: Kind) -> Result<Connection, DbError> {
+    open_or_make(path, kind).map(|(db, _)| db)
+}
+
+/// [`open`], and whether the database was made now.
+pub(crate) fn open_or_make(path: &Path, kind: Kind) -> Result<(Connection, bool), DbError> {
     make_private(path)?;
+    open_there(path, kind).map_err(|error| match error {
+        // What SQLite says of a file with the attribute `i` is an I/O error. Nothing has the file open any more.
+        DbError::Sql { .. } if !is_writable(path) => DbError::ReadOnly { path: path.to_path_buf() },
+        error => error,
+    })
+}
+
+fn open_there(path: &Path, kind: Kind) -> Result<(Connection, bool), DbError> {
     let sql = |error| DbError::sql(path, error);
     let mut db = Connection::open(path).map_err(sql)?;
     db.busy_timeout(BUSY_TIMEOUT).map_err(sql)?;
@@ -146,7 +172,7 @@ pub(crate) fn open(path: &Path, kind: Kind) -> Result<Connection, DbError> {
     db.pragma_update(None, "foreign_keys", true).map_err(sql)?;
     db.pragma_update(None, "trusted_schema", false).map_err(sql)?;
     migrate(&mut db, path, version, kind)?;
-    Ok(db)
+    Ok((db, version == 0))
 }
 
 /// A database of the newest version that is in memory only. `path` is what errors name.
@@ -170,18 +196,36 @@ fn make_private(path: &Path) -> Result<(), DbError> {
     match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
         Ok(_) => Ok(()),
         // By path: opening and closing the file beside SQLite would drop its locks.
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => fs::metadata(path)
-            .and_then(|metadata| {
-                let mode = metadata.permissions().mode();
-                if mode & 0o777 == 0o600 {
-                    Ok(())
-                } else {
-                    fs::set_permissions(path, Permissions::from_mode(0o600))
-                }
-            })
-            .map_err(|error| DbError::io(path, error)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            let io = |error| DbError::io(path, error);
+            let metadata = fs::metadata(path).map_err(io)?;
+            if !metadata.is_file() {
+                return Err(DbError::NoFile { path: path.to_path_buf(), is: kind_of(metadata.file_type()) });
+            }
+            if metadata.permissions().mode() & 0o777 == 0o600 {
+                return Ok(());
+            }
+            fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(io)
+        }
         Err(error) => Err(DbError::io(path, error)),
     }
+}
+
+/// What stands where a file should, in words.
+fn kind_of(found: FileType) -> &'static str {
+    if found.is_dir() {
+        "a directory"
+    } else if found.is_fifo() {
+        "a FIFO"
+    } else if found.is_socket() {
+        "a socket"
+    } else {
+        "a device"
+    }
+}
+
+fn is_writable(path: &Path) -> bool {
+    OpenOptions::new().append(true).open(path).is_ok()
 }
 
 /// The version of a database that is whole and pagedd's own, or empty.

@@ -8,7 +8,7 @@ use crate::journal::{Change, Commit, ENTRY_BYTES};
 use crate::retention::delete_row;
 use crate::{Admission, DbError, Entry, JournalDb};
 use fail::fail_point;
-use pagedd_core::RequestId;
+use pagedd_core::{RequestId, TenantId};
 use rusqlite::params;
 
 /// All that is live, and what has ended since records were lost and is kept still.
@@ -47,9 +47,9 @@ impl JournalDb {
                 replays.push(take(change, request.admission.request)?);
             }
             if !unread {
-                for seq in
-                    change.rows("SELECT seq FROM requests WHERE finished_unix IS NULL", [], |r| r.get(0))?
-                {
+                let live = "SELECT seq, tenant FROM requests WHERE finished_unix IS NULL";
+                let live = change.rows(live, [], |row| Ok((row.get(0)?, TenantId(row.get(1)?))))?;
+                for (seq, _) in live.into_iter().filter(|(_, tenant)| !self.strangers.contains(tenant)) {
                     delete_row(change, seq)?;
                 }
             }

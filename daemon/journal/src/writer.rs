@@ -14,7 +14,7 @@
 //! Where the file cannot be opened for want of room, or of the right to write it, a writer begins as `Lost`, over a database in memory
 //! that stands in for the file until it can be.
 
-use crate::{DbError, Expired, Fsync, JournalDb, Record, Retention, Snapshot};
+use crate::{Bound, DbError, Expired, Fsync, Installation, JournalDb, Numbers, Record, Retention, Snapshot};
 use pagedd_core::RequestId;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -83,6 +83,8 @@ pub struct JournalWriter {
     db: JournalDb,
     /// `db` stands in for the one in this directory.
     absent: Option<PathBuf>,
+    /// To what the file is to be bound that `db` stands in for, and the highest numbers that were given before.
+    owner: Option<(Installation, Numbers)>,
     state: State,
     /// The oldest commit that is not synced.
     unsynced_since: Option<Instant>,
@@ -104,6 +106,7 @@ impl JournalWriter {
         Self {
             db,
             absent: None,
+            owner: None,
             state: State::Durable,
             unsynced_since: None,
             unclean_since: None,
@@ -119,13 +122,38 @@ impl JournalWriter {
     pub fn open(state_dir: &Path, fsync: Fsync, now: Now) -> Result<Self, DbError> {
         let error = match JournalDb::open(state_dir, fsync) {
             Ok(db) => return Ok(Self::new(db)),
-            Err(error @ (DbError::DiskFull { .. } | DbError::ReadOnly { .. })) => error,
+            Err(error @ (DbError::DiskFull { .. } | DbError::ReadOnly { .. } | DbError::NoFile { .. })) => {
+                error
+            }
             Err(error) => return Err(error),
         };
         let mut writer = Self::new(JournalDb::stand_in(state_dir, fsync)?);
         writer.absent = Some(state_dir.to_owned());
         writer.lose(&error, 0, now);
         Ok(writer)
+    }
+
+    /// [Binds](JournalDb::bind) the journal to an installation whose highest numbers are these; `None` where that cannot be written now.
+    /// A file that cannot be opened yet is bound once it can.
+    ///
+    /// # Errors
+    /// [`DbError::OtherInstallation`], or the file cannot be read.
+    pub fn bind(&mut self, installation: Installation, given: Numbers) -> Result<Option<Bound>, DbError> {
+        if self.absent.is_some() {
+            self.owner = Some((installation, given));
+            return Ok(None);
+        }
+        match self.db.bind(installation) {
+            Ok(bound) => Ok(Some(bound)),
+            // The next start tries again, and the next append finds out how the disk is.
+            Err(DbError::DiskFull { .. } | DbError::ReadOnly { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether the file is open.
+    pub fn is_present(&self) -> bool {
+        self.absent.is_none()
     }
 
     /// The journal, for reading, replay counters, setting aside and deletion.
@@ -183,7 +211,16 @@ impl JournalWriter {
     /// Opens the file that `db` stands in for, if it does.
     fn find_file(&mut self) -> Result<(), DbError> {
         if let Some(state_dir) = &self.absent {
-            self.db = JournalDb::open(state_dir, self.db.fsync())?;
+            let mut db = JournalDb::open(state_dir, self.db.fsync())?;
+            if let Some((installation, given)) = self.owner {
+                db.bind(installation)?;
+                let kept = db.numbers()?;
+                // Meanwhile they may have been given to others.
+                if kept.tenant > given.tenant || kept.key > given.key {
+                    return Err(DbError::Ahead { path: db.path().to_path_buf() });
+                }
+            }
+            self.db = db;
             self.db.keep_live();
             self.absent = None;
         }

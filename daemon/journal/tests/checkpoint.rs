@@ -192,7 +192,7 @@ fn a_database_that_is_damaged_foreign_or_of_a_newer_version_is_named_though_its_
     let mut newer = fs::read(path.join("journal.db")).unwrap();
     // `user_version` of SQLite's file format, at offset 60.
     newer[60..64].copy_from_slice(&9_u32.to_be_bytes());
-    assert_eq!(with_journal(&newer), ["journal.db: schema version 2 here, 9 there"]);
+    assert_eq!(with_journal(&newer), ["journal.db: schema version 3 here, 9 there"]);
     let mut torn = fs::read(path.join("journal.db")).unwrap();
     let half = torn.len() / 2;
     torn[half..].fill(0x5a);

@@ -53,7 +53,7 @@ pub use config::{PolicyKind, SchedulerConfig, ShareSpec};
 pub use pagedd_kv::{LedgerChange, LedgerRecord, ShareError};
 pub use plan::{Begin, BlockCopy, Input, Row, Sampled, StepOutput, StepPlan, TableUpdate};
 pub use request::{AdmitError, Applied, Emitted, Ended, Finished, NewRequest, Started};
-pub use restore::{Restored, RestoredChoice};
+pub use restore::{Restored, RestoredChoice, blocks_at_full_length};
 pub use scheduler::Scheduler;
 pub use sequence::SequenceSnapshot;
 pub use stats::{PoolStats, Stats, TenantStats, Violation};

@@ -57,6 +57,15 @@ impl Restored {
     }
 }
 
+/// Blocks that a request needs at full length; `max_tokens` is what it may have. All choices share the prompt's full blocks. The last token
+/// of a sequence is never an input and needs no room.
+#[must_use]
+pub fn blocks_at_full_length(prompt: Tokens, max_tokens: Tokens, n: u32, block_size: Tokens) -> Blocks {
+    let positions = (prompt.0 + max_tokens.0).saturating_sub(1);
+    let (all, shared) = (Tokens(positions).in_blocks(block_size).0, prompt.0 / block_size.0.max(1));
+    Blocks(shared.saturating_add((all - shared.min(all)).saturating_mul(n)))
+}
+
 impl Scheduler {
     /// Takes a request that an earlier scheduler had admitted. Those are restored in the order of their admission, before any
     /// new one is admitted, and none is refused because many wait.

@@ -11,6 +11,7 @@ use pagedd_kv::{BlockLease, BlockPool, PrefixHasher};
 use crate::config::SchedulerConfig;
 use crate::draft::Drafter;
 use crate::request::{AdmitError, Ended, Finished, NewRequest, Request};
+use crate::restore::blocks_at_full_length;
 use crate::sequence::{Progress, Sequence, State};
 use crate::step::Wait;
 use crate::suspect::Suspects;
@@ -143,7 +144,8 @@ impl Scheduler {
         if prompt >= max_model_len.0 {
             return Err(AdmitError::ContextLength { prompt: Tokens(prompt), max_model_len });
         }
-        Ok(self.needed_at_full_length(prompt, new.max_tokens, new.n))
+        let most = new.max_tokens.min(Tokens(max_model_len.0 - prompt));
+        Ok(blocks_at_full_length(Tokens(prompt), most, new.n, self.config.block_size))
     }
 
     /// Makes a known tenant's request and its open choices, of which there is nothing to do if there are none. Those that do not
@@ -209,14 +211,6 @@ impl Scheduler {
             self.enqueue(id);
         }
         open
-    }
-
-    /// All choices share the prompt's full blocks. The last token of a sequence is never an input and needs no room.
-    fn needed_at_full_length(&self, prompt: u32, max_tokens: Tokens, n: u32) -> Blocks {
-        let size = self.config.block_size;
-        let positions = prompt + max_tokens.0.min(self.config.max_model_len.0 - prompt) - 1;
-        let (all, shared) = (Tokens(positions).in_blocks(size).0, prompt / size.0);
-        Blocks(shared.saturating_add((all - shared.min(all)).saturating_mul(n)))
     }
 
     /// Cancels a request: every choice that has not ended ends now. Blocks that a plan in flight may read return when it is
