@@ -258,6 +258,27 @@ fn a_second_signal_ends_the_wait_at_once() {
 }
 
 #[test]
+fn processes_that_are_stopped_end_with_the_daemon_and_their_requests_go_on_after_the_next_start() {
+    let (_folder, daemon, acme) = start("100ms");
+    let undisturbed = text_of(&acme, 1, LONG);
+    let mut events =
+        acme.http.stream("/v1/completions", &[("pagedd-resumable", "1")], &body(1, LONG, true)).events();
+    let id = id_of(&events);
+    events.next().expect("it has begun");
+    let processes = daemon.processes();
+    // Worker, gateway and template process; not the daemon, nor its keeper.
+    let children: Vec<&Process> = processes.iter().filter(|process| process.name != "pagedd").collect();
+    assert!(children.len() >= 3, "{processes:#?}");
+    children.iter().for_each(|child| send(child, Signal::SIGSTOP));
+    daemon.signal(Signal::SIGTERM);
+    let daemon = daemon.ended(&processes).start();
+    let path = format!("/v1/requests/{id}/stream");
+    let events: Vec<Event> = get(&acme, &path, &[("last-event-id", "0")]).events().collect();
+    assert_eq!(text(&events), undisturbed);
+    daemon.stop();
+}
+
+#[test]
 fn with_a_retention_of_nothing_a_request_is_gone_once_it_was_read_and_stays_where_it_was_not() {
     let (_folder, daemon, acme) = start("2s");
     let globex = daemon.add_tenant_of(tiny::MIX.model, "globex", "0%", "100%");

@@ -24,6 +24,7 @@ use pagedd_host::notify;
 use tokio::sync::{mpsc, oneshot};
 use tracing::{error, info, warn};
 
+use crate::child::Reins;
 use crate::daemon::{Daemon, Event};
 use crate::gateway::Going;
 use crate::hub::{Load, Message};
@@ -166,18 +167,32 @@ impl Ending<'_> {
         for model in self.models {
             drop(model.engine.send(EngineCommand::Stop));
         }
+        let templates: Vec<_> = self.models.iter().map(|model| model.template.reins.clone()).collect();
+        let workers: Vec<_> = self.models.iter().map(|model| model.reins.clone()).collect();
         let threads = self.threads;
-        let joined = tokio::task::spawn_blocking(move || {
+        let mut joined = tokio::task::spawn_blocking(move || {
             for thread in threads {
                 if thread.join().is_err() {
                     error!("an engine's thread panicked");
                 }
             }
         });
-        if tokio::time::timeout(END, joined).await.is_err() {
-            warn!("engines did not end in time");
+        end_all(templates).await;
+        if tokio::time::timeout(END, &mut joined).await.is_err() {
+            // What hangs or is stopped does not see that its socket is gone.
+            warn!("engines did not end in time; their workers are killed");
+            end_all(workers).await;
+            if tokio::time::timeout(END, joined).await.is_err() {
+                warn!("engines did not end without their workers");
+            }
         }
     }
+}
+
+/// Ends processes for good; returns once they are gone, within a bound.
+async fn end_all(reins: Vec<Arc<Reins>>) {
+    // It ends: it panics nowhere.
+    drop(tokio::task::spawn_blocking(move || reins.iter().for_each(|reins| reins.end())).await);
 }
 
 /// Waits until the journal is on disk, within a bound: what is lost otherwise is a second at most, and that only with the power.

@@ -140,8 +140,8 @@ struct Started {
 enum Ended {
     /// The gateway closed it, or broke the protocol.
     Gateway(String),
-    /// The tenant was removed, or the daemon goes down.
-    Us,
+    /// The tenant was removed, or the daemon goes down; whether the gateway has let the time pass that it had for its end.
+    Us { late: bool },
 }
 
 impl GatewayTask {
@@ -171,10 +171,11 @@ impl GatewayTask {
                     continue;
                 }
             };
-            fence(&self.name, pidfd).await;
+            let patience = if matches!(ended, Ended::Us { late: true }) { Duration::ZERO } else { DEATH };
+            fence(&self.name, pidfd, patience).await;
             fail_point!("gateway-fenced");
             match ended {
-                Ended::Us => return,
+                Ended::Us { .. } => return,
                 Ended::Gateway(reason) => {
                     warn!(tenant = self.name, reason, "gateway lost");
                     self.state.send_modify(|(state, _)| *state = GatewayState::Restarting);
@@ -216,7 +217,7 @@ impl GatewayTask {
         let (held, mut cut) = oneshot::channel();
         let up = Message::Up { tenant: self.tenant, connection, outbox: outbox.clone(), held };
         if self.hub.send(up).await.is_err() {
-            return Ended::Us;
+            return Ended::Us { late: false };
         }
         let ended = tokio::select! {
             ended = self.serve(connection, reader, &outbox) => ended,
@@ -256,17 +257,17 @@ impl GatewayTask {
             if facts.going == Going::Down {
                 drop(outbox.send(ToGateway::Shutdown).await);
                 // Its end of file follows once its streams have ended.
-                let end = tokio::time::timeout(DEATH, drain(&mut reader, &mut scratch)).await;
-                if end.is_err() {
+                let late = tokio::time::timeout(DEATH, drain(&mut reader, &mut scratch)).await.is_err();
+                if late {
                     warn!(tenant = self.name, "gateway does not end; it is killed");
                 }
-                return Ended::Us;
+                return Ended::Us { late };
             }
             tokio::select! {
                 changed = self.facts.changed() => {
                     if changed.is_err() {
                         drop(outbox.send(ToGateway::Shutdown).await);
-                        return Ended::Us;
+                        return Ended::Us { late: false };
                     }
                 }
                 changed = model_state.changed(), if model_lives => {
@@ -572,9 +573,9 @@ async fn drain(reader: &mut OwnedReadHalf, scratch: &mut [u8]) {
 }
 
 /// Waits for a gateway's end, and brings it about where it does not come: two gateways of one tenant never run at once.
-async fn fence(name: &str, pidfd: Pidfd) {
+async fn fence(name: &str, pidfd: Pidfd, patience: Duration) {
     let gone = tokio::task::spawn_blocking(move || {
-        if pidfd.wait_gone(DEATH)? {
+        if pidfd.wait_gone(patience)? {
             return Ok(true);
         }
         pidfd.kill()?;

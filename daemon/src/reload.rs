@@ -1,7 +1,7 @@
 //! A start from a checkpoint.
 //!
-//! **Owns** what must be true before the present databases give way: the checkpoint is whole, and the workers, which are up already, say that
-//! they serve the very same models. **Never** goes on with requests itself: with the databases in place, the start is that of any daemon
+//! **Owns** what must be true before the present databases give way: the checkpoint is whole, the workers, which are up already, say that they
+//! serve the very same models, and its tenants can have their ports. **Never** goes on with requests itself: with the databases in place, the start is that of any daemon
 //! whose predecessor died.
 //!
 //! ```text
@@ -23,8 +23,9 @@ use tracing::{error, info, warn};
 
 use crate::arenas::ledger_name;
 use crate::blocks::{SavedBlocks, Seed};
-use crate::checkpoint::{fits, identity, whole};
+use crate::checkpoint::{fits, identity, ports_are_free, whole};
 use crate::model::{self, Started, Surroundings};
+use crate::ports;
 use crate::recorder::unix;
 use crate::worker::ModelState;
 
@@ -144,6 +145,7 @@ async fn take_up(
         }
     }
     fits(&checkpoint, &here)?;
+    ports_are_free(&checkpoint, &here, config.listen, &ports::kept(&around.store, config.listen))?;
     forget_ledgers(config, around);
     let aside = checkpoint.put_in_place(&config.state_dir, unix()).map_err(|error| error.to_string())?;
     reloaded.checkpoint = Some(checkpoint);

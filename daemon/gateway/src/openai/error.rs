@@ -154,15 +154,15 @@ impl ApiError {
 
     /// 500: tokens of two models make no answer.
     pub fn model_changed() -> Self {
-        let message = "the model's file was replaced while the server restarted, and the rest of the answer would be another \
-                       model's: send the request again";
+        let message = "the model's file was replaced before the answer was complete, and the rest of it would be another model's: send \
+                       the request again";
         Self::new(500, SERVER, "model_changed", message)
     }
 
-    /// 503: the model that was asked is not there after a restart.
+    /// 503: the model that was asked is not there after a restart, or no worker can be had for it any more.
     pub fn model_gone() -> Self {
-        let message = "the server restarted without the model of this request, and the answer cannot be completed: ask the operator \
-                       of the server, then send the request again";
+        let message = "the model of this request is not served any more, and the answer cannot be completed: ask the operator of the \
+                       server, then send the request again";
         Self::new(503, SERVER, "model_gone", message)
     }
 

@@ -68,6 +68,17 @@ pub struct SavedTenant {
     pub ended: u32,
 }
 
+/// A port of a checkpoint.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SavedPort {
+    /// Name of its tenant.
+    pub tenant: String,
+    /// The model that the tenant uses.
+    pub model: String,
+    /// The port.
+    pub port: u16,
+}
+
 impl Checkpoint {
     pub(super) const fn of(path: PathBuf, manifest: Manifest) -> Self {
         Self { path, manifest }
@@ -198,6 +209,19 @@ impl Checkpoint {
         let db = schema::open_saved(&path, CONTROL_DB)?;
         let query = "SELECT value FROM meta WHERE key = 'installation_secret'";
         db.query_row(query, [], |row| row.get(0)).map_err(|error| DbError::sql(&path, error))
+    }
+
+    /// The ports of its tenants.
+    ///
+    /// # Errors
+    /// control.db is damaged.
+    pub fn ports(&self) -> Result<Vec<SavedPort>, DbError> {
+        let path = self.file(CONTROL);
+        let db = schema::open_saved(&path, CONTROL_DB)?;
+        let query = "SELECT name, model, port FROM tenants ORDER BY name";
+        let port =
+            |row: &Row<'_>| Ok(SavedPort { tenant: row.get(0)?, model: row.get(1)?, port: row.get(2)? });
+        crate::journal::rows(&db, &path, query, [], port)
     }
 
     /// What is in its databases.
