@@ -249,10 +249,12 @@ fn a_checkpoint_of_something_else_or_damaged_is_refused_by_name_and_nothing_is_t
     daemon.stop();
 }
 
-/// Moves a tenant to another port.
+/// Moves a tenant to another port, once whoever left that has closed it.
 #[track_caller]
 fn move_to(daemon: &Daemon, name: &str, port: u16) {
-    daemon.ask(&["tenant", "set", name, "--port", &port.to_string()]);
+    wait::until("the port is free", Duration::from_secs(20), || {
+        daemon.ctl(&["tenant", "set", name, "--port", &port.to_string()]).code == Some(0)
+    });
 }
 
 /// Steps back to a checkpoint, and waits for the next daemon of the same keeper.

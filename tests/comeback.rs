@@ -170,7 +170,11 @@ fn a_request_that_ends_since_its_models_file_was_replaced_under_it_says_so() {
     let (error, model) = ended_with_its_model(|path| {
         write(path.parent().expect("its folder"), 42);
     });
-    assert_eq!((&error["code"], &model["is"]), (&json!("model_changed"), &json!("failed")), "{error} {model}");
+    assert_eq!(
+        (&error["code"], &model["is"]),
+        (&json!("model_changed"), &json!("failed")),
+        "{error} {model}"
+    );
 }
 
 #[test]

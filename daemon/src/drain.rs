@@ -21,6 +21,7 @@ use std::time::Duration;
 use pagedd_control::{ControlError, Drain, DrainInfo, DrainState, ErrorCode};
 use pagedd_engine::Command as EngineCommand;
 use pagedd_host::notify;
+use pagedd_wire::gateway::Parting;
 use tokio::sync::{mpsc, oneshot};
 use tracing::{error, info, warn};
 
@@ -124,6 +125,8 @@ pub struct Ending<'a> {
     pub models: &'a [Arc<Model>],
     /// Their engines.
     pub threads: Vec<JoinHandle<()>>,
+    /// What clients are told.
+    pub parting: Parting,
 }
 
 impl Ending<'_> {
@@ -160,7 +163,7 @@ impl Ending<'_> {
     /// Ends gateways, then engines with their workers.
     async fn parts(self) {
         let (sender, done) = oneshot::channel();
-        tell(self.events, Event::Shutdown(sender)).await;
+        tell(self.events, Event::Shutdown(self.parting, sender)).await;
         if tokio::time::timeout(END, done).await.is_err() {
             warn!("gateways did not end in time");
         }

@@ -27,6 +27,7 @@ use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
 use pagedd_journal::checkpoint::finish_restore;
 use pagedd_journal::{ControlDb, DbError, JournalWriter};
+use pagedd_wire::gateway::Parting;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
@@ -495,8 +496,9 @@ async fn serve(
             () = gone, if timeout > Duration::ZERO => {}
         }
     };
-    let ending =
-        Ending { events: &events, hub: &hub_sender, recorder: &recorder.inbox, models: &models, threads };
+    let parting = if let End::Again = end { Parting::Restored } else { Parting::Restarting };
+    let (hub, recorder) = (&hub_sender, &recorder.inbox);
+    let ending = Ending { events: &events, hub, recorder, models: &models, threads, parting };
     ending.run(timeout, hurry).await;
     admin.abort();
     info!("pagedd ended");

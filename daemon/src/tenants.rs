@@ -20,7 +20,7 @@ use pagedd_host::identity::Identities;
 use pagedd_host::net::{BindError, bind_tcp};
 use pagedd_journal::{KeyRow, TenantRow};
 use pagedd_sched::{ShareError, ShareSpec};
-use pagedd_wire::gateway::KeyEntry;
+use pagedd_wire::gateway::{KeyEntry, Parting};
 use pagedd_wire::worker::ModelInfo;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
@@ -223,6 +223,7 @@ impl TenantShop {
             keys: key_entries(&record, &keys),
             suspended: record.suspended,
             going: self.going,
+            parting: Parting::Restarting,
             misfit: None,
             readmitting: false,
         });
@@ -291,6 +292,11 @@ impl Tenant {
         self.facts.send_modify(|facts| facts.readmitting = readmitting);
     }
 
+    /// Its gateway ends, and says why.
+    pub fn part(&self, parting: Parting) {
+        self.facts.send_modify(|facts| (facts.going, facts.parting) = (Going::Down, parting));
+    }
+
     /// How far the daemon's end has come.
     pub fn set_going(&self, going: Going) {
         self.facts.send_modify(|facts| facts.going = going);
@@ -304,16 +310,16 @@ impl Tenant {
         moved.set_misfit(misfit);
         moved.set_readmitting(readmitting);
         let old = std::mem::replace(self, moved);
-        old.facts.send_modify(|facts| facts.going = Going::Down);
+        old.part(Parting::Moved { port: self.record.port });
         shop.release(old.identity);
         shop.forget_listener(self.record.id);
         shop.keep_listener(self.record.id, &self.listener);
         Ok(())
     }
 
-    /// Ends the gateway and gives the port back.
-    pub async fn close(self, shop: &TenantShop) {
-        self.facts.send_modify(|facts| facts.going = Going::Down);
+    /// Ends the gateway, which says why, and gives the port back.
+    pub async fn close(self, shop: &TenantShop, parting: Parting) {
+        self.part(parting);
         shop.release(self.identity);
         if let Err(error) = self.task.await {
             warn!(tenant = self.record.name, %error, "gateway task");

@@ -130,7 +130,9 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
     fn end_all(&mut self) {
         let Some(reason) = self.worker.ends_as() else { return };
         let mut finished = self.scheduler.fail_all();
-        finished.iter_mut().for_each(|end| end.reason = reason);
+        for end in &mut finished {
+            end.reason = reason;
+        }
         let held = self.held.take(None).into_iter();
         finished.extend(held.flat_map(|mut held| held.finish(reason)));
         self.commit_finished(finished);
