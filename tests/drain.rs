@@ -303,12 +303,19 @@ fn whoever_is_broken_off_is_told_by_what() {
 fn requests_that_come_at_once_with_one_idempotency_key_are_one() {
     let (_folder, daemon, acme) = start("2s");
     for round in 0..10 {
-        let key = format!("round-{round}");
+        // At first the engine takes none of them for a while: it waits for its worker.
+        let holds = (round == 0).then(|| {
+            let mut events = open(&acme, 99, LONG);
+            events.next().expect("it has begun");
+            let worker = worker(&daemon);
+            send(&worker, Signal::SIGSTOP);
+            (events, worker)
+        });
         let asked: Vec<_> = (0..30)
             .map(|_| {
-                let (acme, key) = (acme.clone(), key.clone());
+                let acme = acme.clone();
                 thread::spawn(move || {
-                    let body = body(round, 8, false).to_string();
+                    let (body, key) = (body(round, 8, false).to_string(), format!("round-{round}"));
                     let headers = [("content-type", "application/json"), ("idempotency-key", key.as_str())];
                     let answer = acme.http.open("POST", "/v1/completions", &headers, body.as_bytes());
                     let id = answer.header("pagedd-request-id").map(str::to_owned);
@@ -316,6 +323,15 @@ fn requests_that_come_at_once_with_one_idempotency_key_are_one() {
                 })
             })
             .collect();
+        if let Some((events, worker)) = holds {
+            // The port goes on meanwhile.
+            for _ in 0..20 {
+                assert_eq!(acme.http.get("/health").status, 200);
+            }
+            assert!(asked.iter().all(|asking| !asking.is_finished()), "the engine was to be busy");
+            send(&worker, Signal::SIGCONT);
+            events.leave();
+        }
         let mut answers = asked.into_iter().map(|asking| asking.join().expect("an answer"));
         let first = answers.next().expect("thirty");
         assert_eq!(first.0, 200, "{}", first.2);

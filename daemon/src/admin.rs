@@ -92,14 +92,28 @@ fn clear(path: &Path) -> io::Result<()> {
             let message = "there is a file that is no socket: remove it, or set another `admin_socket`";
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
         }
-        if !is_answered(path)? {
-            return std::fs::remove_file(path);
+        if is_gone(path)? {
+            return Ok(());
         }
         if Instant::now() >= until {
             let message = "another pagedd answers on it: stop it, or set another `admin_socket`";
             return Err(io::Error::new(io::ErrorKind::AddrInUse, message));
         }
         std::thread::sleep(PAUSE);
+    }
+}
+
+/// Removes a socket on which nobody answers; false where somebody does.
+fn is_gone(path: &Path) -> io::Result<bool> {
+    let gone = match is_answered(path) {
+        Ok(true) => return Ok(false),
+        Ok(false) => std::fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    match gone {
+        // Whoever left it has removed it meanwhile.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
+        gone => gone.map(|()| true),
     }
 }
 

@@ -132,7 +132,7 @@ pub struct Ending<'a> {
 impl Ending<'_> {
     /// Drains for up to `timeout`, or until `hurry` returns, then ends gateways, engines and workers, each within a bound.
     pub async fn run(self, timeout: Duration, hurry: impl Future<Output = ()>) {
-        if let Err(error) = notify::stopping().and_then(|()| notify::extend_timeout(timeout + LOOK + 6 * END))
+        if let Err(error) = notify::stopping().and_then(|()| notify::extend_timeout(timeout + LOOK + 8 * END))
         {
             warn!(%error, "the supervisor does not know that this is the end, or how long it takes");
         }

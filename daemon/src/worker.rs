@@ -302,7 +302,10 @@ impl WorkerProcess {
         let pid = child.pid();
         self.starts += 1;
         let child = OwnChild::from(child);
-        self.reins.hold(&child).map_err(|e| StartError::Final(e.to_string()))?;
+        self.reins.hold(&child).map_err(|e| {
+            let refused = if self.reins.ended() { StartError::Final } else { StartError::Retry };
+            refused(e.to_string())
+        })?;
         // A worker that hangs need not read either.
         ours.set_write_timeout(Some(STEP_DEADLINE)).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;

@@ -17,6 +17,9 @@
 //!        "detached": {"id": "…", "last_event_id": 4, "path": "/v1/requests/…/stream", "message": "…"}}
 //! ```
 //!
+//! The message says why: the server restarts or goes back to a checkpoint, or the tenant has another port, which it names. Where the tenant was
+//! removed nothing goes on: the last event, or the answer, is the error `tenant_removed`.
+//!
 //! `GET /v1/requests/{id}` gives, once the answer is whole, byte for byte what its endpoint gives for a request without `stream`.
 //! Until then, and where there will be no whole answer, it gives
 //!
