@@ -353,7 +353,9 @@ fn processes_that_are_stopped_end_with_the_daemon_and_their_requests_go_on_after
     // Worker, gateway and template process; not the daemon, nor its keeper.
     let children: Vec<&Process> = processes.iter().filter(|process| process.name != "pagedd").collect();
     assert!(children.len() >= 3, "{processes:#?}");
-    children.iter().for_each(|child| send(child, Signal::SIGSTOP));
+    for child in children {
+        send(child, Signal::SIGSTOP);
+    }
     daemon.signal(Signal::SIGTERM);
     let daemon = daemon.ended(&processes).start();
     let path = format!("/v1/requests/{id}/stream");
