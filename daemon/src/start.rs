@@ -505,8 +505,7 @@ async fn serve(
     Ok(end)
 }
 
-/// Lets go of what an earlier daemon stored and this one has no use for: ports of tenants that are gone, which nobody could
-/// bind again, and weights of models that are.
+/// Lets go of what an earlier daemon stored and this one has no use for, such as weights of models that are gone.
 fn release_unclaimed(store: &FdStore) {
     for name in store.names() {
         match store.remove(&name) {
