@@ -5,6 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use pagedd_tests::daemon::{Daemon, Site, binary, free_ports, smollm2_yaml};
+use pagedd_tests::http::whole_text;
 use pagedd_tests::wait;
 use serde_json::{Value, json};
 
@@ -78,6 +79,25 @@ fn keys_are_shown_once_listed_by_prefix_and_end_when_they_are_revoked() {
         let bytes = std::fs::read(&path).unwrap_or_default();
         assert!(!bytes.windows(key.len()).any(|w| w == key.as_bytes()), "a key is in {}", path.display());
     }
+}
+
+#[test]
+fn a_revoked_key_opens_nothing_and_the_stream_that_it_opened_goes_on() {
+    let daemon = Site::new(&smollm2_yaml()).start();
+    let acme = daemon.add_tenant("acme", "0%", "100%");
+    let created = daemon.ask(&["key", "create", "acme"]);
+    let (id, key) = (created["id"].to_string(), created["key"].as_str().expect("its key").to_owned());
+    let http = acme.http.with_key(Some(&key));
+    let body =
+        json!({"model": "smollm2", "prompt": "Hello", "max_tokens": 200, "ignore_eos": true, "stream": true});
+    let mut events = http.stream("/v1/completions", &[], &body).events();
+    let path = format!("/v1/requests/{}", events.header("pagedd-request-id").expect("its id"));
+    events.next().expect("it has begun");
+    daemon.ask(&["key", "revoke", "acme", &id]);
+    wait::until("the key is refused", Duration::from_secs(10), || http.get(&path).status == 401);
+    http.post("/v1/completions", &body).error(401);
+    whole_text(events);
+    daemon.stop();
 }
 
 #[test]

@@ -1,12 +1,13 @@
 //! Checkpoints by hand: what goes on elsewhere or after a step back, and what is refused without touching anything.
 
 use std::fs::{self, OpenOptions};
+use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use pagedd_model::testing::{TinyModel, write_gguf};
-use pagedd_tests::daemon::{Daemon, Site, Tenant, model_yaml};
+use pagedd_tests::daemon::{Daemon, Site, Tenant, free_ports, model_yaml};
 use pagedd_tests::http::{Event, Events, whole_text};
 use pagedd_tests::process::kill_descendant;
 use pagedd_tests::wait;
@@ -246,4 +247,79 @@ fn a_checkpoint_of_something_else_or_damaged_is_refused_by_name_and_nothing_is_t
     whole_text(open(&acme, 1));
     daemon.ask(&["checkpoint", "verify", "one"]);
     daemon.stop();
+}
+
+/// Moves a tenant to another port, once whoever left that has closed it.
+#[track_caller]
+fn move_to(daemon: &Daemon, name: &str, port: u16) {
+    wait::until("the port is free", Duration::from_secs(20), || {
+        daemon.ctl(&["tenant", "set", name, "--port", &port.to_string()]).code == Some(0)
+    });
+}
+
+/// Steps back to a checkpoint, and waits for the next daemon of the same keeper.
+#[track_caller]
+fn step_back(daemon: &mut Daemon) {
+    let (root, pid) = (daemon.root(), daemon.status()["pid"].clone());
+    daemon.ask(&["checkpoint", "restore", "one"]);
+    wait_for_another(daemon, &pid);
+    assert_eq!(daemon.root(), root, "{}", daemon.site().log_text());
+}
+
+#[test]
+fn whoever_has_the_ports_of_a_checkpoints_tenants_now_they_are_those_tenants_again() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut daemon = Site::new(&yaml(folder.path(), 41, "")).start();
+    let [acme, globex] = ["acme", "globex"].map(|name| daemon.add_tenant_of("tiny", name, "0%", "100%"));
+    save(&daemon, "one", false);
+    let [other] = free_ports();
+    for round in 0..3 {
+        if round == 0 {
+            // Swapped.
+            move_to(&daemon, "acme", other);
+            move_to(&daemon, "globex", acme.port);
+            move_to(&daemon, "acme", globex.port);
+        } else {
+            // Another tenant's.
+            daemon.ask(&["tenant", "remove", "globex", "--force"]);
+            daemon.ask(&["tenant", "add", "initech", "--model", "tiny", "--port", &globex.port.to_string()]);
+        }
+        step_back(&mut daemon);
+        for tenant in [&acme, &globex] {
+            ready(tenant);
+            assert_eq!(daemon.tenant_info(&tenant.name)["port"], tenant.port, "round {round}");
+            whole_text(open(tenant, 1));
+        }
+    }
+    // They are kept under the right names: the next daemon finds them, too.
+    let pid = daemon.status()["pid"].clone();
+    kill_descendant(daemon.root(), pid.as_u64().expect("pid") as u32);
+    wait_for_another(&mut daemon, &pid);
+    [&acme, &globex].into_iter().for_each(ready);
+    assert!(TcpListener::bind(("127.0.0.1", other)).is_ok(), "port {other} is kept for nobody");
+    daemon.stop();
+}
+
+#[test]
+fn a_checkpoint_one_of_whose_ports_a_stranger_has_is_refused_with_tenant_and_port_and_nothing_is_touched() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let daemon = Site::new(&yaml(folder.path(), 41, "")).start();
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+    let path = save(&daemon, "one", false);
+    let [other] = free_ports();
+    move_to(&daemon, "acme", other);
+    let mut stranger = None;
+    wait::until("the port is free", Duration::from_secs(10), || {
+        stranger = TcpListener::bind(("127.0.0.1", acme.port)).ok();
+        stranger.is_some()
+    });
+    let words = ["checkpoint ", "tenant `acme`", &format!("port {} of 127.0.0.1 is in use", acme.port)];
+    let pid = daemon.status()["pid"].clone();
+    daemon.ctl(&["checkpoint", "restore", "one"]).refused(&words);
+    assert_eq!((&daemon.status()["pid"], &daemon.tenant_info("acme")["port"]), (&pid, &json!(other)));
+    let site = refused(daemon.stop(), &path, &words);
+    let daemon = site.start();
+    assert_eq!(daemon.tenant_info("acme")["port"], other);
+    daemon.stop();
+    drop(stranger);
 }

@@ -145,6 +145,45 @@ fn a_request_whose_models_file_was_replaced_ends_with_an_error_that_says_so() {
     daemon.stop();
 }
 
+/// The error object of a request that ends with its model, and the state of that.
+#[track_caller]
+fn ended_with_its_model(damage: impl Fn(&Path)) -> (Value, Value) {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), 41);
+    let daemon = Site::new(&yaml(folder.path())).start();
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+    let (events, id) = open(&acme, &body(200, 20, 3000));
+    damage(&folder.path().join("tiny.gguf"));
+    let worker = daemon.model()["worker_pid"].as_u64().expect("worker_pid") as u32;
+    kill_descendant(daemon.root(), worker);
+    let said = events.map(|event| event.data).find(|data| data.contains("error"));
+    let said: Value = serde_json::from_str(&said.expect("it ends with an error")).expect("JSON");
+    let state = acme.http.get(&format!("/v1/requests/{id}")).ok();
+    assert_eq!((&state["status"], &state["error"]), (&json!("failed"), &said["error"]));
+    let model = daemon.model()["state"].clone();
+    daemon.stop();
+    (said["error"].clone(), model)
+}
+
+#[test]
+fn a_request_that_ends_since_its_models_file_was_replaced_under_it_says_so() {
+    let (error, model) = ended_with_its_model(|path| {
+        write(path.parent().expect("its folder"), 42);
+    });
+    assert_eq!(
+        (&error["code"], &model["is"]),
+        (&json!("model_changed"), &json!("failed")),
+        "{error} {model}"
+    );
+}
+
+#[test]
+fn a_request_that_ends_since_no_worker_can_be_had_does_not_say_that_others_go_on() {
+    let (error, model) = ended_with_its_model(|path| std::fs::write(path, "no model").expect("write"));
+    assert_eq!((&error["code"], &model["is"]), (&json!("model_gone"), &json!("failed")), "{error} {model}");
+    assert!(!error["message"].to_string().contains("not affected"), "{error}");
+}
+
 #[test]
 fn a_request_whose_model_does_not_load_says_so_can_be_cancelled_and_otherwise_waits_for_it() {
     let folder = tempfile::tempdir().expect("a folder");

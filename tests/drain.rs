@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use pagedd_tests::daemon::{DRAIN, Daemon, Site, Tenant};
-use pagedd_tests::http::{Event, Events, Incoming, whole_text};
+use pagedd_tests::daemon::{DRAIN, Daemon, Site, Tenant, free_ports};
+use pagedd_tests::http::{Client, Event, Events, Incoming, whole_text};
 use pagedd_tests::process::{Process, kill_descendant, send};
 use pagedd_tests::wait;
 use serde_json::{Value, json};
@@ -255,6 +255,113 @@ fn a_second_signal_ends_the_wait_at_once() {
     assert!(start.elapsed() < END, "the end took {:?}", start.elapsed());
     read.extend(reader.join().expect("the reader"));
     parted(&mut read, &id);
+}
+
+/// The last event of a stream, once an order has ended it.
+#[track_caller]
+fn last_after(daemon: &Daemon, mut events: Events, order: &[&str]) -> Event {
+    events.next().expect("it has begun");
+    let reader = thread::spawn(move || events.last());
+    daemon.ask(order);
+    reader.join().expect("the reader").expect("a last event")
+}
+
+#[test]
+fn whoever_is_broken_off_is_told_by_what() {
+    let (_folder, daemon, acme) = start("100ms");
+    let [port] = free_ports();
+    let moved =
+        last_after(&daemon, open(&acme, 1, 16_000), &["tenant", "set", "acme", "--port", &port.to_string()]);
+    let said = moved.json()["detached"]["message"].to_string();
+    assert!(said.contains(&format!("moved to port {port}; the request goes on")), "{said}");
+
+    let acme = Tenant { port, http: Client::new(port, Some(&acme.key)), ..acme };
+    wait::until("the new port is ready", MOMENT, || {
+        acme.http
+            .send("GET", "/readyz", &[], b"")
+            .ok()
+            .and_then(Incoming::try_read_head)
+            .is_some_and(|a| a.status == 200)
+    });
+    let removed = last_after(&daemon, open(&acme, 1, 16_000), &["tenant", "remove", "acme", "--force"]);
+    assert_eq!(removed.json()["error"]["code"], "tenant_removed", "{removed:?}");
+
+    let globex = daemon.add_tenant_of(tiny::MIX.model, "globex", "0%", "100%");
+    daemon.ask(&["checkpoint", "save", "one"]);
+    let pid = daemon.status()["pid"].clone();
+    let restored = last_after(&daemon, open(&globex, 1, 16_000), &["checkpoint", "restore", "one"]);
+    let said = restored.json()["detached"]["message"].to_string();
+    assert!(said.contains("goes back to a checkpoint"), "{said}");
+    wait::until("the next daemon answers", MOMENT, || {
+        let status = daemon.ctl(&["status"]);
+        status.code == Some(0) && !status.text.contains(&format!("\"pid\": {pid},"))
+    });
+    daemon.stop();
+}
+
+#[test]
+fn requests_that_come_at_once_with_one_idempotency_key_are_one() {
+    let (_folder, daemon, acme) = start("2s");
+    for round in 0..10 {
+        // At first the engine takes none of them for a while: it waits for its worker.
+        let holds = (round == 0).then(|| {
+            let mut events = open(&acme, 99, LONG);
+            events.next().expect("it has begun");
+            let worker = worker(&daemon);
+            send(&worker, Signal::SIGSTOP);
+            (events, worker)
+        });
+        let asked: Vec<_> = (0..30)
+            .map(|_| {
+                let acme = acme.clone();
+                thread::spawn(move || {
+                    let (body, key) = (body(round, 8, false).to_string(), format!("round-{round}"));
+                    let headers = [("content-type", "application/json"), ("idempotency-key", key.as_str())];
+                    let answer = acme.http.open("POST", "/v1/completions", &headers, body.as_bytes());
+                    let id = answer.header("pagedd-request-id").map(str::to_owned);
+                    (answer.status, id, answer.into_response().text())
+                })
+            })
+            .collect();
+        if let Some((events, worker)) = holds {
+            // The port goes on meanwhile.
+            for _ in 0..20 {
+                assert_eq!(acme.http.get("/health").status, 200);
+            }
+            assert!(asked.iter().all(|asking| !asking.is_finished()), "the engine was to be busy");
+            send(&worker, Signal::SIGCONT);
+            events.leave();
+        }
+        let mut answers = asked.into_iter().map(|asking| asking.join().expect("an answer"));
+        let first = answers.next().expect("thirty");
+        assert_eq!(first.0, 200, "{}", first.2);
+        answers.for_each(|answer| assert_eq!(answer, first));
+    }
+    daemon.wait_idle();
+    daemon.stop();
+}
+
+#[test]
+fn processes_that_are_stopped_end_with_the_daemon_and_their_requests_go_on_after_the_next_start() {
+    let (_folder, daemon, acme) = start("100ms");
+    let undisturbed = text_of(&acme, 1, LONG);
+    let mut events =
+        acme.http.stream("/v1/completions", &[("pagedd-resumable", "1")], &body(1, LONG, true)).events();
+    let id = id_of(&events);
+    events.next().expect("it has begun");
+    let processes = daemon.processes();
+    // Worker, gateway and template process; not the daemon, nor its keeper.
+    let children: Vec<&Process> = processes.iter().filter(|process| process.name != "pagedd").collect();
+    assert!(children.len() >= 3, "{processes:#?}");
+    for child in children {
+        send(child, Signal::SIGSTOP);
+    }
+    daemon.signal(Signal::SIGTERM);
+    let daemon = daemon.ended(&processes).start();
+    let path = format!("/v1/requests/{id}/stream");
+    let events: Vec<Event> = get(&acme, &path, &[("last-event-id", "0")]).events().collect();
+    assert_eq!(text(&events), undisturbed);
+    daemon.stop();
 }
 
 #[test]

@@ -62,6 +62,17 @@ fn an_admin_socket_that_cannot_be_made_is_named_with_its_key() {
 }
 
 #[test]
+fn an_admin_socket_on_which_another_daemon_answers_is_named_and_stays_its_own() {
+    let first = Site::new(&smollm2_yaml()).start();
+    let path = first.site().socket();
+    let yaml = format!("admin_socket: {}\n{}", path.display(), smollm2_yaml());
+    let words = format!("admin_socket {}: another pagedd answers on it", path.display());
+    Site::new(&yaml).run_to_end().refused(&[&words]);
+    first.status();
+    first.stop();
+}
+
+#[test]
 fn a_state_directory_that_cannot_be_made_is_named() {
     let site = Site::new(&smollm2_yaml());
     File::create(site.state()).expect("a file in its place");

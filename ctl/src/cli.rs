@@ -75,7 +75,7 @@ enum Key {
     Create(key::create::Args),
     /// List a tenant's keys, without their secrets
     List(key::list::Args),
-    /// Revoke a key at once
+    /// Revoke a key: new requests with it are refused at once, streams that are open go on to their end
     Revoke(key::revoke::Args),
 }
 

@@ -4,10 +4,12 @@
 //! the other.
 
 use std::io;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagedd_control::{Command, ControlError, ErrorCode, MAX_REQUEST_LINE, Response, decode_request, encode};
+use pagedd_host::net::is_answered;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -19,6 +21,10 @@ use crate::daemon::Event;
 const CONNECTIONS: usize = 64;
 /// A connection that says nothing for this long is closed.
 const IDLE: Duration = Duration::from_mins(5);
+/// How long a dead daemon's child may take to execute its program.
+const EXEC: Duration = Duration::from_secs(1);
+/// Between two looks.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// A command and where its answer goes.
 pub struct Order {
@@ -35,13 +41,12 @@ pub struct AdminSocket {
 }
 
 impl AdminSocket {
-    /// Binds the socket, replacing a file that an earlier daemon left. The caller holds the state directory's lock, so no
-    /// other daemon listens there.
+    /// Binds the socket, replacing one that an earlier daemon left and on which nobody answers.
+    ///
+    /// # Errors
+    /// Another daemon answers on it, something else has its path, or the file system refuses.
     pub fn bind(path: &Path) -> io::Result<Self> {
-        match std::fs::remove_file(path) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            Ok(()) | Err(_) => {}
-        }
+        clear(path)?;
         let listener = UnixListener::bind(path)?;
         std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o660))?;
         Ok(Self { listener, path: path.to_owned() })
@@ -72,6 +77,43 @@ impl AdminSocket {
                 }
             }
         }
+    }
+}
+
+/// Removes the socket that an earlier daemon left. A child of it between fork and exec has it open for that moment.
+fn clear(path: &Path) -> io::Result<()> {
+    let until = Instant::now() + EXEC;
+    loop {
+        let found = match std::fs::symlink_metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            found => found?,
+        };
+        if !found.file_type().is_socket() {
+            let message = "there is a file that is no socket: remove it, or set another `admin_socket`";
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
+        }
+        if is_gone(path)? {
+            return Ok(());
+        }
+        if Instant::now() >= until {
+            let message = "another pagedd answers on it: stop it, or set another `admin_socket`";
+            return Err(io::Error::new(io::ErrorKind::AddrInUse, message));
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Removes a socket on which nobody answers; false where somebody does.
+fn is_gone(path: &Path) -> io::Result<bool> {
+    let gone = match is_answered(path) {
+        Ok(true) => return Ok(false),
+        Ok(false) => std::fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    match gone {
+        // Whoever left it has removed it meanwhile.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
+        gone => gone.map(|()| true),
     }
 }
 
@@ -139,5 +181,25 @@ fn allowed(stream: &UnixStream) -> Result<(), ControlError> {
         Ok(())
     } else {
         Err(not_allowed(format!("user {} may not manage this daemon", peer.uid)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn only_a_socket_that_nobody_answers_is_replaced() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("admin.sock");
+        let refused = || AdminSocket::bind(&path).err().map(|error| error.to_string()).unwrap_or_default();
+        let first = AdminSocket::bind(&path).expect("nobody has it");
+        assert!(refused().starts_with("another pagedd answers on it"), "{}", refused());
+        assert!(is_answered(&path).expect("the first has it still"));
+        drop(first);
+        drop(std::os::unix::net::UnixListener::bind(&path).expect("left behind"));
+        drop(AdminSocket::bind(&path).expect("nobody answers"));
+        std::fs::write(&path, "text").expect("a file");
+        assert!(refused().starts_with("there is a file that is no socket"), "{}", refused());
     }
 }

@@ -4,6 +4,7 @@
 //! **Never** puts one in place: the next daemon does, at its start ([`crate::reload`]), since only then no database is open.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -24,6 +25,7 @@ use tracing::info;
 use crate::blocks::SavedBlocks;
 use crate::daemon::Db;
 use crate::model::Model;
+use crate::ports;
 use crate::recorder::{Told, unix};
 use crate::reload;
 
@@ -31,6 +33,8 @@ use crate::reload;
 pub struct Checkpoints {
     /// Of the daemon.
     pub state_dir: PathBuf,
+    /// Of every port.
+    pub address: IpAddr,
     /// Every configured model.
     pub models: Vec<Arc<Model>>,
     /// Tenants and keys.
@@ -122,10 +126,15 @@ impl Checkpoints {
 
     async fn restore(&self, at: CheckpointAt) -> Result<Reply, ControlError> {
         let here = self.identities()?;
-        let state_dir = self.state_dir.clone();
+        let (state_dir, address) = (self.state_dir.clone(), self.address);
+        let tenants = self.db.with(|db| db.tenants()).await?.into_iter();
+        let served = |model: &str| self.models.iter().any(|served| served.name == model);
+        let held = tenants.filter(|tenant| served(&tenant.model)).map(|tenant| tenant.port).collect();
         blocking(move || {
             let checkpoint = whole(&located(&state_dir, &at)?)?;
             fits(&checkpoint, &here).map_err(|e| ControlError::new(ErrorCode::CheckpointMismatch, e))?;
+            ports_are_free(&checkpoint, &here, address, &held)
+                .map_err(|e| ControlError::new(ErrorCode::PortInUse, e))?;
             reload::order(&state_dir, checkpoint.path())
                 .map_err(|e| refused(&CheckpointError::Io { path: state_dir.clone(), source: e }))?;
             Ok(Reply::CheckpointRestoring(CheckpointRestoring {
@@ -191,6 +200,23 @@ pub fn whole(path: &Path) -> Result<Checkpoint, ControlError> {
 pub fn fits(checkpoint: &Checkpoint, here: &[ModelIdentity]) -> Result<(), String> {
     let compared = checkpoint.manifest().compare(here);
     compared.map_err(|difference| format!("checkpoint {}: {difference}", checkpoint.path().display()))
+}
+
+/// Whether every tenant of a checkpoint that would be served here would have its port: one of `held`, or one that can be bound.
+///
+/// # Errors
+/// One line with the first that would not.
+pub fn ports_are_free(
+    checkpoint: &Checkpoint,
+    here: &[ModelIdentity],
+    address: IpAddr,
+    held: &BTreeSet<u16>,
+) -> Result<(), String> {
+    let refused =
+        |error: &dyn std::fmt::Display| format!("checkpoint {}: {error}", checkpoint.path().display());
+    let mut wanted = checkpoint.ports().map_err(|error| refused(&error))?;
+    wanted.retain(|saved| here.iter().any(|model| model.name == saved.model));
+    ports::check(address, held, wanted).map_err(|error| refused(&error))
 }
 
 /// Writes a model's committed blocks into a draft.

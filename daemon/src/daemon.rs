@@ -19,6 +19,7 @@ use pagedd_engine::{Command as EngineCommand, StepRecord};
 use pagedd_journal::{
     ControlDb, DbError, Durability, Kept, KeyRow, NewKey, NewTenant, TenantRow, TenantUpdate,
 };
+use pagedd_wire::gateway::Parting;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{error, info, warn};
 
@@ -26,7 +27,6 @@ use crate::admin::Order;
 use crate::checkpoint::Checkpoints;
 use crate::convert;
 use crate::fit::{Misfit, is_of_another_model, misfit};
-use crate::gateway::Going;
 use crate::hub::Message;
 use crate::model::Model;
 use crate::recorder::{self, Told};
@@ -93,8 +93,8 @@ pub enum Event {
     Readmitted(ModelId),
     /// The daemon goes down: nothing more is admitted, and what runs may go on for so long.
     Stopping(Duration),
-    /// Every gateway ends; the sender learns when all have.
-    Shutdown(oneshot::Sender<()>),
+    /// Every gateway ends and says why; the sender learns when all have.
+    Shutdown(Parting, oneshot::Sender<()>),
 }
 
 /// control.db, used off the runtime's thread: a commit waits for the disk, and tokens must not.
@@ -162,13 +162,13 @@ impl Daemon {
                     self.of_model(model).for_each(|tenant| tenant.set_readmitting(false));
                 }
                 Event::Stopping(timeout) => self.stopping(timeout),
-                Event::Shutdown(done) => {
+                Event::Shutdown(parting, done) => {
                     let tenants = std::mem::take(&mut self.tenants);
                     for tenant in tenants.values() {
-                        tenant.set_going(Going::Down);
+                        tenant.part(parting);
                     }
                     for tenant in tenants.into_values() {
-                        tenant.close(&self.shop).await;
+                        tenant.close(&self.shop, parting).await;
                     }
                     let _ = done.send(());
                 }
@@ -307,7 +307,7 @@ impl Daemon {
         if let Err(error) = settled {
             self.shop.forget_listener(record.id);
             if let Ok(tenant) = opened {
-                tenant.close(&self.shop).await;
+                tenant.close(&self.shop, Parting::Removed).await;
             }
             // The engine may know it already, or learn of it late.
             drop(
@@ -491,7 +491,7 @@ impl Daemon {
         let Some(tenant) = self.tenants.remove(&name) else { return Err(unknown_tenant(&name)) };
         let (tenant_id, model) = (tenant.id(), tenant.model.clone());
         self.shop.forget_listener(id);
-        tenant.close(&self.shop).await;
+        tenant.close(&self.shop, Parting::Removed).await;
         let (sender, done) = oneshot::channel();
         let command = EngineCommand::RemoveTenant {
             tenant: tenant_id,

@@ -21,9 +21,11 @@ use std::time::Duration;
 use pagedd_control::{ControlError, Drain, DrainInfo, DrainState, ErrorCode};
 use pagedd_engine::Command as EngineCommand;
 use pagedd_host::notify;
+use pagedd_wire::gateway::Parting;
 use tokio::sync::{mpsc, oneshot};
 use tracing::{error, info, warn};
 
+use crate::child::Reins;
 use crate::daemon::{Daemon, Event};
 use crate::gateway::Going;
 use crate::hub::{Load, Message};
@@ -123,12 +125,14 @@ pub struct Ending<'a> {
     pub models: &'a [Arc<Model>],
     /// Their engines.
     pub threads: Vec<JoinHandle<()>>,
+    /// What clients are told.
+    pub parting: Parting,
 }
 
 impl Ending<'_> {
     /// Drains for up to `timeout`, or until `hurry` returns, then ends gateways, engines and workers, each within a bound.
     pub async fn run(self, timeout: Duration, hurry: impl Future<Output = ()>) {
-        if let Err(error) = notify::stopping().and_then(|()| notify::extend_timeout(timeout + LOOK + 6 * END))
+        if let Err(error) = notify::stopping().and_then(|()| notify::extend_timeout(timeout + LOOK + 8 * END))
         {
             warn!(%error, "the supervisor does not know that this is the end, or how long it takes");
         }
@@ -159,25 +163,39 @@ impl Ending<'_> {
     /// Ends gateways, then engines with their workers.
     async fn parts(self) {
         let (sender, done) = oneshot::channel();
-        tell(self.events, Event::Shutdown(sender)).await;
+        tell(self.events, Event::Shutdown(self.parting, sender)).await;
         if tokio::time::timeout(END, done).await.is_err() {
             warn!("gateways did not end in time");
         }
         for model in self.models {
             drop(model.engine.send(EngineCommand::Stop));
         }
+        let templates: Vec<_> = self.models.iter().map(|model| model.template.reins.clone()).collect();
+        let workers: Vec<_> = self.models.iter().map(|model| model.reins.clone()).collect();
         let threads = self.threads;
-        let joined = tokio::task::spawn_blocking(move || {
+        let mut joined = tokio::task::spawn_blocking(move || {
             for thread in threads {
                 if thread.join().is_err() {
                     error!("an engine's thread panicked");
                 }
             }
         });
-        if tokio::time::timeout(END, joined).await.is_err() {
-            warn!("engines did not end in time");
+        end_all(templates).await;
+        if tokio::time::timeout(END, &mut joined).await.is_err() {
+            // What hangs or is stopped does not see that its socket is gone.
+            warn!("engines did not end in time; their workers are killed");
+            end_all(workers).await;
+            if tokio::time::timeout(END, joined).await.is_err() {
+                warn!("engines did not end without their workers");
+            }
         }
     }
+}
+
+/// Ends processes for good; returns once they are gone, within a bound.
+async fn end_all(reins: Vec<Arc<Reins>>) {
+    // It ends: it panics nowhere.
+    drop(tokio::task::spawn_blocking(move || reins.iter().for_each(|reins| reins.end())).await);
 }
 
 /// Waits until the journal is on disk, within a bound: what is lost otherwise is a second at most, and that only with the power.

@@ -15,7 +15,9 @@ use pagedd_core::{RequestId, SamplingParams, TenantId};
 use pagedd_engine::{Command, InboxFull, Submission};
 use pagedd_host::{Identity, Pidfd};
 use pagedd_journal::{Admission, Idempotency, SavedRequest};
-use pagedd_wire::gateway::{Answer, Closed, KeyEntry, Query, Refusal, Request, ToDaemon, ToGateway, Welcome};
+use pagedd_wire::gateway::{
+    Answer, Closed, KeyEntry, Parting, Query, Refusal, Request, ToDaemon, ToGateway, Welcome,
+};
 use pagedd_wire::worker::ModelInfo;
 use pagedd_wire::{FrameBuffer, FrameError, PROTOCOL, encode};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -38,6 +40,12 @@ use crate::worker::ModelState;
 const OUTBOX: usize = 8192;
 /// How long a gateway may take to end once its connection is closed.
 const DEATH: Duration = Duration::from_secs(2);
+/// How long a request waits for one that came with the same `Idempotency-Key` and is being admitted.
+const CLAIM_WAIT: Duration = Duration::from_secs(10);
+/// Requests of one gateway that wait so. Each has its prompt with it.
+const CLAIM_WAITERS: usize = 1024;
+/// Between two tries of such a request.
+const CLAIM_PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
 /// Most choices of one request.
 const MAX_N: u32 = 16;
 /// Most stop tokens of one request: each token that is drawn is looked up among them.
@@ -56,6 +64,8 @@ pub struct TenantFacts {
     pub suspended: bool,
     /// Whether the daemon admits, stays, or goes down.
     pub going: Going,
+    /// Why the gateway goes, once it does.
+    pub parting: Parting,
     /// Why the tenant cannot be served, for example floors that no longer fit.
     pub misfit: Option<String>,
     /// Requests of an earlier daemon enter before new ones.
@@ -137,12 +147,20 @@ struct Started {
     broken: Option<String>,
 }
 
+/// A gateway's question for a request to be made.
+struct Asked {
+    /// The gateway's number for it.
+    ticket: u64,
+    request: Request,
+    since: Instant,
+}
+
 /// How a connection came to its end.
 enum Ended {
     /// The gateway closed it, or broke the protocol.
     Gateway(String),
-    /// The tenant was removed, or the daemon goes down.
-    Us,
+    /// The tenant was removed, or the daemon goes down; whether the gateway has let the time pass that it had for its end.
+    Us { late: bool },
 }
 
 impl GatewayTask {
@@ -172,10 +190,11 @@ impl GatewayTask {
                     continue;
                 }
             };
-            fence(&self.name, pidfd).await;
+            let patience = if matches!(ended, Ended::Us { late: true }) { Duration::ZERO } else { DEATH };
+            fence(&self.name, pidfd, patience).await;
             fail_point!("gateway-fenced");
             match ended {
-                Ended::Us => return,
+                Ended::Us { .. } => return,
                 Ended::Gateway(reason) => {
                     warn!(tenant = self.name, reason, "gateway lost");
                     self.state.send_modify(|(state, _)| *state = GatewayState::Restarting);
@@ -217,7 +236,7 @@ impl GatewayTask {
         let (held, mut cut) = oneshot::channel();
         let up = Message::Up { tenant: self.tenant, connection, outbox: outbox.clone(), held };
         if self.hub.send(up).await.is_err() {
-            return Ended::Us;
+            return Ended::Us { late: false };
         }
         let ended = tokio::select! {
             ended = self.serve(connection, reader, &outbox) => ended,
@@ -241,6 +260,7 @@ impl GatewayTask {
     ) -> Ended {
         let mut model_state = self.model.state.clone();
         let mut model_lives = true;
+        let (waiting, mut waited) = mpsc::channel(CLAIM_WAITERS);
         let mut buffer = FrameBuffer::new();
         let mut scratch = vec![0; 64 << 10];
         let mut greeted = false;
@@ -255,31 +275,37 @@ impl GatewayTask {
                 told = Some(welcome);
             }
             if facts.going == Going::Down {
+                drop(outbox.send(ToGateway::Parting(facts.parting)).await);
                 drop(outbox.send(ToGateway::Shutdown).await);
                 // Its end of file follows once its streams have ended.
-                let end = tokio::time::timeout(DEATH, drain(&mut reader, &mut scratch)).await;
-                if end.is_err() {
+                let late = tokio::time::timeout(DEATH, drain(&mut reader, &mut scratch)).await.is_err();
+                if late {
                     warn!(tenant = self.name, "gateway does not end; it is killed");
                 }
-                return Ended::Us;
+                return Ended::Us { late };
             }
             tokio::select! {
                 changed = self.facts.changed() => {
                     if changed.is_err() {
                         drop(outbox.send(ToGateway::Shutdown).await);
-                        return Ended::Us;
+                        return Ended::Us { late: false };
                     }
                 }
                 changed = model_state.changed(), if model_lives => {
                     // An engine that ended has left its last state: the port goes on to say why.
                     model_lives = changed.is_ok();
                 }
+                Some(asked) = waited.recv() => {
+                    if let Err(e) = self.ask(connection, asked, &waiting, outbox).await {
+                        return Ended::Gateway(e);
+                    }
+                }
                 read = reader.read(&mut scratch) => match read {
                     Ok(0) => return Ended::Gateway("it closed its connection".to_owned()),
                     Err(e) => return Ended::Gateway(e.to_string()),
                     Ok(n) => {
                         buffer.push(&scratch[..n]);
-                        if let Err(e) = self.frames(connection, &mut buffer, &mut greeted, outbox).await {
+                        if let Err(e) = self.frames(connection, &mut buffer, &mut greeted, &waiting, outbox).await {
                             return Ended::Gateway(e);
                         }
                     }
@@ -294,6 +320,7 @@ impl GatewayTask {
         connection: ConnectionId,
         buffer: &mut FrameBuffer,
         greeted: &mut bool,
+        waiting: &mpsc::Sender<Asked>,
         outbox: &mpsc::Sender<ToGateway>,
     ) -> Result<(), String> {
         while let Some(frame) = buffer.next_frame().map_err(|e: FrameError| e.to_string())? {
@@ -305,12 +332,8 @@ impl GatewayTask {
                 ToDaemon::Hello { protocol } => return Err(format!("a hello of protocol {protocol}")),
                 _ if !*greeted => return Err("a frame before its hello".to_owned()),
                 ToDaemon::Submit { ticket, request } => {
-                    let answer = match self.submit(connection, ticket, *request).await {
-                        Ok(None) => continue,
-                        Ok(Some(made)) => ToGateway::Accepted { ticket, request: made.0, repeated: true },
-                        Err(refusal) => ToGateway::Refused { ticket, refusal },
-                    };
-                    outbox.try_send(answer).map_err(|_| "it does not read its answers".to_owned())?;
+                    let asked = Asked { ticket, request: *request, since: Instant::now() };
+                    self.ask(connection, asked, waiting, outbox).await?;
                     continue;
                 }
                 ToDaemon::Query { ticket, query } => {
@@ -334,12 +357,30 @@ impl GatewayTask {
         Ok(())
     }
 
-    /// Checks a request and puts it into its engine's inbox, unless it was made before under its `Idempotency-Key`: then gives its id.
+    /// Submits a request, and answers where that is not the hub's to do, or for later.
+    async fn ask(
+        &self,
+        connection: ConnectionId,
+        asked: Asked,
+        waiting: &mpsc::Sender<Asked>,
+        outbox: &mpsc::Sender<ToGateway>,
+    ) -> Result<(), String> {
+        let ticket = asked.ticket;
+        let answer = match self.submit(connection, asked, waiting).await {
+            Ok(None) => return Ok(()),
+            Ok(Some(made)) => ToGateway::Accepted { ticket, request: made.0, repeated: true },
+            Err(refusal) => ToGateway::Refused { ticket, refusal },
+        };
+        outbox.try_send(answer).map_err(|_| "it does not read its answers".to_owned())
+    }
+
+    /// Checks a request and puts it into its engine's inbox, unless it was made before under its `Idempotency-Key`: then gives its id. Where
+    /// one is being admitted under its key, it comes back through `waiting`.
     async fn submit(
         &self,
         connection: ConnectionId,
-        ticket: u64,
-        request: Request,
+        Asked { ticket, request, since }: Asked,
+        waiting: &mpsc::Sender<Asked>,
     ) -> Result<Option<RequestId>, Refusal> {
         // Of a daemon that drains, what was made before can be asked for again.
         let may_be_known = request.idempotency.is_some();
@@ -360,7 +401,9 @@ impl GatewayTask {
                 Ok(Claim::New(hold)) => held = Some(hold),
                 Ok(Claim::Made(request)) => return Ok(Some(request)),
                 Ok(Claim::Conflict) => return Err(Refusal::IdempotencyConflict),
-                Ok(Claim::Busy) => return Err(self.busy()),
+                Ok(Claim::Busy) => {
+                    return come_back(Asked { ticket, request, since }, waiting).map(|()| None);
+                }
                 Err(_) => return Err(Refusal::Closed(Closed::Draining)),
             }
         }
@@ -547,6 +590,19 @@ fn check(request: &Request, info: &ModelInfo) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// Has a request asked again soon, unless it has waited for too long, or too many wait.
+fn come_back(asked: Asked, waiting: &mpsc::Sender<Asked>) -> Result<(), Refusal> {
+    let waited = asked.since.elapsed();
+    let place = waiting.clone().try_reserve_owned().ok().filter(|_| waited < CLAIM_WAIT);
+    let Some(place) = place else { return Err(Refusal::IdempotencyBusy { retry_after: 1 }) };
+    let (least, most) = CLAIM_PAUSE;
+    tokio::spawn(async move {
+        tokio::time::sleep((waited / 4).clamp(least, most)).await;
+        place.send(asked);
+    });
+    Ok(())
+}
+
 fn random_id() -> Result<RequestId, getrandom::Error> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes)?;
@@ -575,9 +631,9 @@ async fn drain(reader: &mut OwnedReadHalf, scratch: &mut [u8]) {
 }
 
 /// Waits for a gateway's end, and brings it about where it does not come: two gateways of one tenant never run at once.
-async fn fence(name: &str, pidfd: Pidfd) {
+async fn fence(name: &str, pidfd: Pidfd, patience: Duration) {
     let gone = tokio::task::spawn_blocking(move || {
-        if pidfd.wait_gone(DEATH)? {
+        if pidfd.wait_gone(patience)? {
             return Ok(true);
         }
         pidfd.kill()?;

@@ -44,6 +44,7 @@ mod metrics;
 mod model;
 #[cfg(feature = "failpoints")]
 mod points;
+mod ports;
 mod recorder;
 mod reload;
 mod retention;

@@ -25,6 +25,7 @@ use tokio::sync::{mpsc, watch};
 use tracing::{error, info, warn};
 
 use crate::blocks::{Seed, Shelf};
+use crate::child::Reins;
 use crate::hub::Ticket;
 use crate::recorder::Told;
 use crate::settings;
@@ -56,6 +57,8 @@ pub struct Model {
     pub stats: watch::Receiver<EngineStats>,
     /// Forks its gateways.
     pub template: TemplateHandle,
+    /// Of its worker.
+    pub reins: Arc<Reins>,
     /// What a copy of its KV blocks is made from, once its engine runs.
     pub shelf: Arc<OnceLock<Shelf>>,
     /// Zero of its engine's clock.
@@ -117,6 +120,7 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
         state,
         stats,
         template,
+        reins: worker.reins(),
         shelf: Arc::default(),
         start,
     });

@@ -1,7 +1,7 @@
 //! A start from a checkpoint.
 //!
-//! **Owns** what must be true before the present databases give way: the checkpoint is whole, and the workers, which are up already, say that
-//! they serve the very same models. **Never** goes on with requests itself: with the databases in place, the start is that of any daemon
+//! **Owns** what must be true before the present databases give way: the checkpoint is whole, the workers, which are up already, say that they
+//! serve the very same models, and its tenants can have their ports. **Never** goes on with requests itself: with the databases in place, the start is that of any daemon
 //! whose predecessor died.
 //!
 //! ```text
@@ -23,8 +23,9 @@ use tracing::{error, info, warn};
 
 use crate::arenas::ledger_name;
 use crate::blocks::{SavedBlocks, Seed};
-use crate::checkpoint::{fits, identity, whole};
+use crate::checkpoint::{fits, identity, ports_are_free, whole};
 use crate::model::{self, Started, Surroundings};
+use crate::ports;
 use crate::recorder::unix;
 use crate::worker::ModelState;
 
@@ -84,13 +85,19 @@ pub fn order(state_dir: &Path, checkpoint: &Path) -> io::Result<()> {
 /// From the file system.
 pub fn wanted(state_dir: &Path, flag: Option<&Path>) -> io::Result<Option<Wanted>> {
     if let Some(path) = flag {
-        if read(state_dir, OBEYED)?.is_some_and(|obeyed| obeyed == path.as_os_str()) {
+        if read(state_dir, OBEYED)?.is_some_and(|obeyed| is_same(Path::new(&obeyed), path)) {
             warn!(path = %path.display(), "{FLAG} was obeyed at an earlier start; `pagedctl checkpoint restore` does it again");
         } else {
             return Ok(Some(Wanted::Flag(path.to_path_buf())));
         }
     }
     Ok(read(state_dir, ORDER)?.map(|path| Wanted::Order(path.into())))
+}
+
+/// Whether two paths name one directory, whether it is there or not.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let found = |path: &Path| fs::canonicalize(path).ok();
+    one == other || found(one).is_some_and(|one| Some(one) == found(other))
 }
 
 /// Takes up a checkpoint: returns with its databases in place, and with models whose workers are up. No database is open.
@@ -144,6 +151,7 @@ async fn take_up(
         }
     }
     fits(&checkpoint, &here)?;
+    ports_are_free(&checkpoint, &here, config.listen, &ports::kept(&around.store, config.listen))?;
     forget_ledgers(config, around);
     let aside = checkpoint.put_in_place(&config.state_dir, unix()).map_err(|error| error.to_string())?;
     reloaded.checkpoint = Some(checkpoint);
@@ -195,11 +203,17 @@ pub fn split(args: impl IntoIterator<Item = OsString>) -> (Vec<OsString>, Vec<Os
 /// A small file of the state directory, on disk when it returns, whole or as it was.
 fn write(state_dir: &Path, name: &str, text: &[u8]) -> io::Result<()> {
     let (path, partial) = (state_dir.join(name), state_dir.join(format!("{name}.partial")));
-    let mut file =
-        fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&partial)?;
-    file.write_all(text)?;
-    file.sync_all()?;
-    fs::rename(partial, path)?;
+    let written = || {
+        let mut file =
+            fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&partial)?;
+        file.write_all(text)?;
+        file.sync_all()?;
+        fs::rename(&partial, path)
+    };
+    written().inspect_err(|_| {
+        // On a full disk it is there, and empty.
+        drop(fs::remove_file(&partial));
+    })?;
     File::open(state_dir)?.sync_all()
 }
 

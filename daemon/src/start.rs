@@ -27,6 +27,7 @@ use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
 use pagedd_journal::checkpoint::finish_restore;
 use pagedd_journal::{ControlDb, DbError, JournalWriter};
+use pagedd_wire::gateway::Parting;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
@@ -44,6 +45,7 @@ use crate::gateway::{GatewayLimits, Going};
 use crate::hub::{self, Hub};
 use crate::metrics::Exporter;
 use crate::model::{Go, Model, Started, Surroundings};
+use crate::ports;
 use crate::recorder;
 use crate::reload::{self, Reloaded};
 use crate::retention::Retentions;
@@ -365,17 +367,11 @@ async fn serve(
         identities,
     };
     // Every port is bound before anything is loaded: a port that is taken must not cost minutes to find out.
-    shop.forget_others(&records);
     let (records, without_model): (Vec<_>, Vec<_>) = records
         .into_iter()
         .partition(|record| config.models.iter().any(|model| model.name.as_str() == record.model));
-    let mut ports = BTreeMap::new();
-    for record in &records {
-        let listener = shop
-            .listener(record.id, record.port)
-            .map_err(|e| Failure::new(exit::IN_USE, format!("tenant `{}`: {e}", record.name)))?;
-        ports.insert(record.id, listener);
-    }
+    let mut ports = ports::listeners(&store, config.listen, &records)
+        .map_err(|error| Failure::new(exit::IN_USE, error))?;
     let socket = AdminSocket::bind(&config.admin_socket).map_err(|e| {
         Failure::new(exit::STATE_DIR, format!("admin_socket {}: {e}", config.admin_socket.display()))
     })?;
@@ -445,6 +441,7 @@ async fn serve(
     let (db, restart) = (Db::new(db), Arc::new(Notify::new()));
     let checkpoints = Arc::new(Checkpoints {
         state_dir: config.state_dir.clone(),
+        address: config.listen,
         models: models.clone(),
         db: db.clone(),
         recorder: recorder.inbox.clone(),
@@ -498,16 +495,16 @@ async fn serve(
             () = gone, if timeout > Duration::ZERO => {}
         }
     };
-    let ending =
-        Ending { events: &events, hub: &hub_sender, recorder: &recorder.inbox, models: &models, threads };
+    let parting = if let End::Again = end { Parting::Restored } else { Parting::Restarting };
+    let (hub, recorder) = (&hub_sender, &recorder.inbox);
+    let ending = Ending { events: &events, hub, recorder, models: &models, threads, parting };
     ending.run(timeout, hurry).await;
     admin.abort();
     info!("pagedd ended");
     Ok(end)
 }
 
-/// Lets go of what an earlier daemon stored and this one has no use for: ports of tenants that are gone, which nobody could
-/// bind again, and weights of models that are.
+/// Lets go of what an earlier daemon stored and this one has no use for, such as weights of models that are gone.
 fn release_unclaimed(store: &FdStore) {
     for name in store.names() {
         match store.remove(&name) {

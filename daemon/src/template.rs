@@ -5,6 +5,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::backoff::Backoff;
-use crate::child::OwnChild;
+use crate::child::{OwnChild, Reins};
 use crate::worker::{CHILD_SOCKET, Environment};
 
 /// Longest time from start to `Ready`: a tokenizer of 128k entries takes about a second.
@@ -73,16 +74,20 @@ type Order = (Fork, oneshot::Sender<Result<Forked, ForkError>>);
 /// The way to a model's template process.
 pub struct TemplateHandle {
     orders: SyncSender<Order>,
+    /// Of the process.
+    pub reins: Arc<Reins>,
 }
 
 impl TemplateHandle {
     /// Starts the thread; the process starts at once too.
     pub fn start(spec: TemplateSpec) -> std::io::Result<Self> {
         let (orders, queue) = sync_channel(QUEUE);
+        let reins = Arc::<Reins>::default();
+        let template = Template::new(spec, reins.clone());
         thread::Builder::new()
-            .name(format!("template-{}", spec.model))
-            .spawn(move || Template::new(spec).run(&queue))?;
-        Ok(Self { orders })
+            .name(format!("template-{}", template.spec.model))
+            .spawn(move || template.run(&queue))?;
+        Ok(Self { orders, reins })
     }
 
     /// Forks a gateway.
@@ -101,6 +106,7 @@ impl TemplateHandle {
 struct Template {
     spec: TemplateSpec,
     running: Option<(OwnChild, Channel)>,
+    reins: Arc<Reins>,
     /// Why the process that runs forks gateways that serve nothing.
     broken: Option<String>,
     backoff: Backoff,
@@ -108,10 +114,11 @@ struct Template {
 }
 
 impl Template {
-    fn new(spec: TemplateSpec) -> Self {
+    fn new(spec: TemplateSpec, reins: Arc<Reins>) -> Self {
         Self {
             spec,
             running: None,
+            reins,
             broken: None,
             backoff: Backoff::new(5, Duration::from_secs(10)),
             tickets: 0,
@@ -121,6 +128,9 @@ impl Template {
     fn run(mut self, orders: &Receiver<Order>) {
         let mut ready = self.ensure();
         loop {
+            if self.reins.ended() {
+                return;
+            }
             if let Err(error) = &ready {
                 warn!(model = self.spec.model, %error, "no template process");
             }
@@ -166,6 +176,7 @@ impl Template {
             })
             .map_err(|e| failed("template process", &e))?,
         );
+        self.reins.hold(&child).map_err(|e| failed("template process", &e))?;
         let mut channel = Channel::new(ours).map_err(|e| failed("template's socket", &e))?;
         let started = Instant::now();
         channel

@@ -3,8 +3,8 @@
 //! **Owns** the tenants' ports and the tasks that keep their gateways running. Changes are made in one order: check → port →
 //! control.db → engine → gateway, and taken back in reverse where a later part refuses.
 
-use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::os::fd::{AsFd, OwnedFd};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -20,16 +20,17 @@ use pagedd_host::identity::Identities;
 use pagedd_host::net::{BindError, bind_tcp};
 use pagedd_journal::{KeyRow, TenantRow};
 use pagedd_sched::{ShareError, ShareSpec};
-use pagedd_wire::gateway::KeyEntry;
+use pagedd_wire::gateway::{KeyEntry, Parting};
 use pagedd_wire::worker::ModelInfo;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
-use tracing::{info, warn};
+use tracing::warn;
 
 use crate::gateway::{GatewayLimits, GatewayState, GatewayTask, Going, TenantFacts};
 use crate::hub::{Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
+use crate::ports;
 use crate::recorder::Told;
 use crate::worker::ModelState;
 
@@ -159,33 +160,6 @@ pub struct TenantShop {
 }
 
 impl TenantShop {
-    /// The port of a tenant: kept by the store, or bound now.
-    pub fn listener(&self, tenant: TenantId, port: u16) -> Result<OwnedFd, ControlError> {
-        let name = listener_name(tenant);
-        if let Some(kept) = self.store.take(&name) {
-            let kept = TcpListener::from(kept);
-            if kept.local_addr().is_ok_and(|kept| kept == SocketAddr::new(self.address, port)) {
-                return Ok(kept.into());
-            }
-            self.forget_listener(tenant);
-        }
-        let listener = self.bind(port)?;
-        self.keep_listener(tenant, &listener);
-        Ok(listener)
-    }
-
-    /// Lets go of ports that an earlier daemon kept for others than these: one of these may have such a port now.
-    pub fn forget_others(&self, tenants: &[TenantRow]) {
-        let names: Vec<String> = tenants.iter().map(|tenant| listener_name(tenant.id)).collect();
-        let kept = self.store.names().into_iter().filter(|name| name.starts_with(LISTENER));
-        for name in kept.filter(|name| !names.contains(name)) {
-            match self.store.remove(&name) {
-                Ok(()) => info!(name, "a port of an earlier daemon is not needed any more"),
-                Err(error) => warn!(name, %error, "the fd store keeps a port that is gone"),
-            }
-        }
-    }
-
     /// Binds a port.
     pub fn bind(&self, port: u16) -> Result<OwnedFd, ControlError> {
         bind_tcp(self.address, port).map(OwnedFd::from).map_err(|e| {
@@ -201,16 +175,12 @@ impl TenantShop {
 
     /// Has the port kept over a restart of the daemon.
     pub fn keep_listener(&self, tenant: TenantId, listener: &OwnedFd) {
-        if let Err(error) = self.store.store(&listener_name(tenant), listener.as_fd()) {
-            warn!(%tenant, %error, "the port will not outlive the daemon");
-        }
+        ports::keep(&self.store, tenant, listener);
     }
 
     /// Lets the store forget a port.
     pub fn forget_listener(&self, tenant: TenantId) {
-        if let Err(error) = self.store.remove(&listener_name(tenant)) {
-            warn!(%tenant, %error, "the fd store keeps a port that is gone");
-        }
+        ports::forget(&self.store, tenant);
     }
 
     /// How long a tenant's requests are kept after their end.
@@ -253,6 +223,7 @@ impl TenantShop {
             keys: key_entries(&record, &keys),
             suspended: record.suspended,
             going: self.going,
+            parting: Parting::Restarting,
             misfit: None,
             readmitting: false,
         });
@@ -277,16 +248,9 @@ impl TenantShop {
     }
 }
 
-/// What names of stored ports begin with.
-const LISTENER: &str = "port-";
-
 /// How long a tenant's requests are kept after their end, where it has a time of its own.
 pub fn own_retention(record: &TenantRow) -> Option<Duration> {
     record.retention_ms.map(Duration::from_millis)
-}
-
-fn listener_name(tenant: TenantId) -> String {
-    format!("{LISTENER}{}", tenant.0)
 }
 
 fn key_entries(record: &TenantRow, keys: &[KeyRow]) -> Option<Vec<KeyEntry>> {
@@ -328,6 +292,11 @@ impl Tenant {
         self.facts.send_modify(|facts| facts.readmitting = readmitting);
     }
 
+    /// Its gateway ends, and says why.
+    pub fn part(&self, parting: Parting) {
+        self.facts.send_modify(|facts| (facts.going, facts.parting) = (Going::Down, parting));
+    }
+
     /// How far the daemon's end has come.
     pub fn set_going(&self, going: Going) {
         self.facts.send_modify(|facts| facts.going = going);
@@ -341,16 +310,16 @@ impl Tenant {
         moved.set_misfit(misfit);
         moved.set_readmitting(readmitting);
         let old = std::mem::replace(self, moved);
-        old.facts.send_modify(|facts| facts.going = Going::Down);
+        old.part(Parting::Moved { port: self.record.port });
         shop.release(old.identity);
         shop.forget_listener(self.record.id);
         shop.keep_listener(self.record.id, &self.listener);
         Ok(())
     }
 
-    /// Ends the gateway and gives the port back.
-    pub async fn close(self, shop: &TenantShop) {
-        self.facts.send_modify(|facts| facts.going = Going::Down);
+    /// Ends the gateway, which says why, and gives the port back.
+    pub async fn close(self, shop: &TenantShop, parting: Parting) {
+        self.part(parting);
         shop.release(self.identity);
         if let Err(error) = self.task.await {
             warn!(tenant = self.record.name, %error, "gateway task");

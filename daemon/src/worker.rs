@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fail::fail_point;
-use pagedd_core::{PlanId, StepCost};
+use pagedd_core::{FinishReason, PlanId, StepCost};
 use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::shared::SharedMemory;
@@ -31,7 +31,7 @@ use tracing::{info, warn};
 use crate::arenas::{Arenas, Kept};
 use crate::backoff::Backoff;
 use crate::blocks::{Seed, Shelf};
-use crate::child::OwnChild;
+use crate::child::{OwnChild, Reins};
 use crate::convert;
 
 /// The fd that a child finds its socket on.
@@ -137,6 +137,10 @@ pub struct WorkerProcess {
     spec: WorkerSpec,
     arenas: Arenas,
     running: Option<Running>,
+    /// For who ends it with the daemon.
+    reins: Arc<Reins>,
+    /// No worker can be had since the model's file is another one.
+    changed: bool,
     state: watch::Sender<ModelState>,
     backoff: Backoff,
     /// Starts since the last completed step.
@@ -177,6 +181,8 @@ impl WorkerProcess {
             spec,
             arenas,
             running: None,
+            reins: Arc::default(),
+            changed: false,
             state,
             backoff: Backoff::new(TRIES as usize, Duration::from_secs(5)),
             attempts: 0,
@@ -188,6 +194,11 @@ impl WorkerProcess {
             slowest_step: Duration::ZERO,
             device_step: None,
         }
+    }
+
+    /// With these another thread ends it.
+    pub fn reins(&self) -> Arc<Reins> {
+        self.reins.clone()
     }
 
     /// Where it computes.
@@ -325,6 +336,7 @@ impl WorkerProcess {
                         if (before.digest, before.blocks, before.block_bytes)
                             != (info.digest, info.blocks, info.block_bytes)
                         {
+                            self.changed = true;
                             return Err(StartError::Final(
                                 "the model's file changed under a running model".to_owned(),
                             ));
@@ -403,6 +415,10 @@ impl WorkerProcess {
         })?;
         self.starts += 1;
         let child = OwnChild::from(child);
+        self.reins.hold(&child).map_err(|e| {
+            let refused = if self.reins.ended() { StartError::Final } else { StartError::Retry };
+            refused(e.to_string())
+        })?;
         // A worker that hangs need not read either.
         ours.set_write_timeout(Some(STEP_DEADLINE)).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
@@ -494,6 +510,11 @@ impl Worker for WorkerProcess {
             warn!(model = self.spec.model, reason = lost.reason, "worker lost before it knew its sequences");
             self.launch_failed(&lost.reason)?;
         }
+    }
+
+    fn ends_as(&self) -> Option<FinishReason> {
+        let reason = if self.changed { FinishReason::ModelChanged } else { FinishReason::ModelGone };
+        (!self.reins.ended()).then_some(reason)
     }
 }
 

@@ -105,29 +105,36 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         self
     }
 
-    /// Runs until [`Command::Stop`] or until every handle is gone, also where no worker can be had: then every request fails,
-    /// those too that were in the inbox or come later, so that none waits for ever.
+    /// Runs until [`Command::Stop`] or until every handle is gone, also where no worker can be had: then every request ends as the worker
+    /// says, those too that were in the inbox or come later, so that none waits for ever.
     ///
     /// # Errors
-    /// [`WorkersExhausted`]: no worker could be had; every request was finished as failed.
+    /// [`WorkersExhausted`]: no worker could be had; every request was finished, unless this process ends.
     pub fn run(mut self) -> Result<(), WorkersExhausted> {
         self.steps().inspect_err(|_| self.run_without_worker())
     }
 
-    /// Fails every request that still comes.
+    /// Ends every request that still comes.
     fn run_without_worker(&mut self) {
+        if self.worker.ends_as().is_none() {
+            return;
+        }
         while let Ok(command) = self.inbox.receiver.recv() {
             if self.obey(command).is_break() {
                 return;
             }
-            self.fail_all();
+            self.end_all();
         }
     }
 
-    fn fail_all(&mut self) {
+    fn end_all(&mut self) {
+        let Some(reason) = self.worker.ends_as() else { return };
         let mut finished = self.scheduler.fail_all();
+        for end in &mut finished {
+            end.reason = reason;
+        }
         let held = self.held.take(None).into_iter();
-        finished.extend(held.flat_map(|mut held| held.finish(FinishReason::Failed)));
+        finished.extend(held.flat_map(|mut held| held.finish(reason)));
         self.commit_finished(finished);
         self.observe(true);
     }
@@ -146,6 +153,8 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                         return Ok(());
                     }
                 }
+                // With its worker killed for that, no request is to blame.
+                Err(_) if self.worker.ends_as().is_none() => return Ok(()),
                 Err(lost) => self.replace_worker(&lost)?,
             }
         }
@@ -246,8 +255,8 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
     fn recover(&mut self) -> Result<(), WorkersExhausted> {
         let sequences = self.scheduler.snapshot();
         self.worker.recover(sequences).inspect_err(|exhausted| {
-            error!(reason = exhausted.reason, "no worker can be had; every request of this model fails");
-            self.fail_all();
+            error!(reason = exhausted.reason, "no worker can be had; every request of this model ends");
+            self.end_all();
         })
     }
 

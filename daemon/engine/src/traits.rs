@@ -1,6 +1,6 @@
 //! What an engine asks of the rest: a worker, a journal, an observer.
 
-use pagedd_core::{BlockId, RequestId, TenantId};
+use pagedd_core::{BlockId, FinishReason, RequestId, TenantId};
 use pagedd_kv::{DomainOwner, Ledger};
 use pagedd_sched::{
     AdmitError, Applied, LedgerChange, LedgerRecord, SequenceSnapshot, Stats, StepOutput, StepPlan,
@@ -43,6 +43,11 @@ pub trait Worker {
     /// # Errors
     /// No worker could be had within the bounds of the supervisor.
     fn recover(&mut self, sequences: Vec<SequenceSnapshot>) -> Result<(), WorkersExhausted>;
+
+    /// How requests end once no worker could be had. `None` where they do not: this process ends, and the next goes on with them.
+    fn ends_as(&self) -> Option<FinishReason> {
+        Some(FinishReason::Failed)
+    }
 }
 
 /// What a step made: goes to the journal as one record.

@@ -287,8 +287,10 @@ impl App {
         let answered = tokio::select! {
             // An answer that has come counts: the client must learn the id of what was accepted.
             biased;
-            answered = answer => answered.map_err(|_| ApiError::shutting_down())?,
-            _ = phases.wait_for(|phase| *phase == Phase::Ending) => return Err(ApiError::shutting_down()),
+            answered = answer => answered.map_err(|_| ApiError::shutting_down(self.link.parting()))?,
+            _ = phases.wait_for(|phase| *phase == Phase::Ending) => {
+                return Err(ApiError::shutting_down(self.link.parting()));
+            }
         };
         let Taken { mut reader, repeated } =
             answered.map_err(|refusal| ApiError::refused(refusal, kind.prompt_field()))?;
@@ -319,7 +321,7 @@ impl App {
     fn may_generate(&self, headers: &HeaderMap, body: &Incoming) -> Result<Admitted, ApiError> {
         let (welcome, caller) = self.admit(headers)?;
         if self.link.phase() == Phase::Ending {
-            return Err(ApiError::shutting_down());
+            return Err(ApiError::shutting_down(self.link.parting()));
         }
         let idempotency_key = idempotency_key(headers, caller)?;
         // What was made before is found again also by who asks for it once more: the daemon knows.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pagedd_core::RequestId;
-use pagedd_wire::gateway::{Answer, Delivery, Entry, Query, Refusal, ToDaemon, ToGateway, Welcome};
+use pagedd_wire::gateway::{Answer, Delivery, Entry, Parting, Query, Refusal, ToDaemon, ToGateway, Welcome};
 use pagedd_wire::{FrameBuffer, FrameError, PROTOCOL, encode};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
@@ -45,6 +45,8 @@ pub struct Link {
     logs: Mutex<HashMap<RequestId, OpenLog>>,
     welcome: watch::Sender<Option<Arc<Welcome>>>,
     phase: watch::Sender<Phase>,
+    /// Why this process ends, once it does.
+    parting: Mutex<Parting>,
 }
 
 #[derive(Debug)]
@@ -103,6 +105,7 @@ impl Link {
             logs: Mutex::default(),
             welcome: watch::Sender::new(None),
             phase: watch::Sender::new(Phase::Serving),
+            parting: Mutex::default(),
         })
     }
 
@@ -195,6 +198,7 @@ impl Link {
                     drop(sender.send(answer));
                 }
             }
+            ToGateway::Parting(parting) => *lock(&self.parting) = parting,
             ToGateway::Shutdown => {
                 self.phase.send_replace(Phase::Ending);
             }
@@ -241,6 +245,12 @@ impl Link {
     #[must_use]
     pub fn phase(&self) -> Phase {
         *self.phase.borrow()
+    }
+
+    /// Why this process ends, where it does.
+    #[must_use]
+    pub fn parting(&self) -> Parting {
+        *lock(&self.parting)
     }
 
     /// A number for a question.

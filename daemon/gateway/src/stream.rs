@@ -17,6 +17,9 @@
 //!        "detached": {"id": "…", "last_event_id": 4, "path": "/v1/requests/…/stream", "message": "…"}}
 //! ```
 //!
+//! The message says why: the server restarts or goes back to a checkpoint, or the tenant has another port, which it names. Where the tenant was
+//! removed nothing goes on: the last event, or the answer, is the error `tenant_removed`.
+//!
 //! `GET /v1/requests/{id}` gives, once the answer is whole, byte for byte what its endpoint gives for a request without `stream`.
 //! Until then, and where there will be no whole answer, it gives
 //!
@@ -42,7 +45,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use pagedd_core::RequestId;
-use pagedd_wire::gateway::{Closed, Entry};
+use pagedd_wire::gateway::{Closed, Entry, Parting};
 use tokio::time::timeout;
 
 use crate::admit::Caller;
@@ -93,7 +96,8 @@ impl Delivery {
         context: &Context,
         start: Instant,
     ) -> Result<Self, ApiError> {
-        let attached = reader.attached().await.map_err(|gone| broken_off(gone, reader.request()))?;
+        let attached =
+            reader.attached().await.map_err(|gone| broken_off(gone, reader.request(), app.link.parting()))?;
         let mut delivery = Self::new(app, reader, context, &attached);
         delivery.watch = Some(Stopwatch::new(start, attached.n));
         Ok(delivery)
@@ -118,7 +122,8 @@ impl Delivery {
     }
 
     async fn found(app: &Arc<App>, mut reader: Reader, caller: Caller) -> Result<Self, ApiError> {
-        let attached = reader.attached().await.map_err(|gone| broken_off(gone, reader.request()))?;
+        let attached =
+            reader.attached().await.map_err(|gone| broken_off(gone, reader.request(), app.link.parting()))?;
         if caller.key != attached.key {
             return Err(ApiError::no_request());
         }
@@ -161,8 +166,7 @@ impl Delivery {
     pub async fn whole(mut self) -> Result<Bytes, ApiError> {
         let mut answer = Answer::new(self.n, self.renderer.usage());
         loop {
-            let steps =
-                self.advance(u64::MAX).await.map_err(|gone| broken_off(gone, self.reader.request()))?;
+            let steps = self.advance(u64::MAX).await.map_err(|gone| self.broken_off(gone))?;
             for event in steps.into_iter().filter_map(|step| step.event) {
                 if answer.add(event)? {
                     return Ok(self.head.answer(&answer));
@@ -193,7 +197,14 @@ impl Delivery {
                     );
                     return Err(ApiError::value("Last-Event-ID", message));
                 }
-                Err(gone) => return Err(stream_broken_off(gone, self.reader.request(), after)),
+                Err(gone) => {
+                    return Err(stream_broken_off(
+                        gone,
+                        self.reader.request(),
+                        after,
+                        self.app.link.parting(),
+                    ));
+                }
             }
         }
         Ok(self.stream())
@@ -206,7 +217,7 @@ impl Delivery {
     pub async fn cancelled(mut self, wait: Duration) -> Result<Progress, ApiError> {
         self.reader.cancel();
         match timeout(wait, self.reader.ended()).await {
-            Ok(Err(gone)) => Err(broken_off(gone, self.reader.request())),
+            Ok(Err(gone)) => Err(self.broken_off(gone)),
             Ok(Ok(())) | Err(_) => self.so_far().await,
         }
     }
@@ -221,7 +232,7 @@ impl Delivery {
         let known = self.reader.known();
         while self.renderer.consumed() < known {
             let left = known - self.renderer.consumed();
-            let steps = self.advance(left).await.map_err(|gone| broken_off(gone, self.reader.request()))?;
+            let steps = self.advance(left).await.map_err(|gone| self.broken_off(gone))?;
             for event in steps.into_iter().filter_map(|step| step.event) {
                 match event {
                     Event::Broken { why: first, .. } => why = why.or(Some(first)),
@@ -246,6 +257,10 @@ impl Delivery {
             }
         };
         Ok(Progress { status, body })
+    }
+
+    fn broken_off(&self, gone: Gone) -> ApiError {
+        broken_off(gone, self.reader.request(), self.app.link.parting())
     }
 
     /// Why it does not go on for now, where that is known.
@@ -305,8 +320,13 @@ impl Delivery {
                     }
                 }
                 Ok(Err(Gone::Ending)) => {
-                    let detached = Detached::stream(self.reader.request(), last);
-                    push_parting(&mut part, &self.head.parting(&detached));
+                    match self.app.link.parting() {
+                        Parting::Removed => push_event(&mut part, None, &ApiError::removed().to_json()),
+                        parting => {
+                            let detached = Detached::stream(self.reader.request(), last, parting);
+                            push_parting(&mut part, &self.head.parting(&detached));
+                        }
+                    }
                     done = true;
                 }
                 Ok(Err(Gone::NotFound)) => {
@@ -328,17 +348,19 @@ impl Delivery {
 }
 
 /// Why there is no answer to wait for.
-fn broken_off(gone: Gone, request: RequestId) -> ApiError {
+fn broken_off(gone: Gone, request: RequestId, parting: Parting) -> ApiError {
     match gone {
         Gone::NotFound => ApiError::no_request(),
-        Gone::Ending => ApiError::detached(Detached::whole(request)),
+        Gone::Ending if parting == Parting::Removed => ApiError::removed(),
+        Gone::Ending => ApiError::detached(Detached::whole(request, parting)),
     }
 }
 
 /// Why the events after `last` do not come here.
-fn stream_broken_off(gone: Gone, request: RequestId, last: u64) -> ApiError {
+fn stream_broken_off(gone: Gone, request: RequestId, last: u64, parting: Parting) -> ApiError {
     match gone {
         Gone::NotFound => ApiError::no_request(),
-        Gone::Ending => ApiError::detached(Detached::stream(request, last)),
+        Gone::Ending if parting == Parting::Removed => ApiError::removed(),
+        Gone::Ending => ApiError::detached(Detached::stream(request, last, parting)),
     }
 }

@@ -91,6 +91,11 @@ impl FdStore {
         self.state().waiting.remove(name)?.pop()
     }
 
+    /// A copy of the fd that [`take`](Self::take) would give.
+    pub fn peek(&self, name: &str) -> Option<OwnedFd> {
+        self.state().waiting.get(name)?.last()?.try_clone().ok()
+    }
+
     /// Names of fds that nobody has taken yet.
     pub fn names(&self) -> Vec<String> {
         self.state().waiting.keys().cloned().collect()

@@ -15,6 +15,8 @@ use rustix::io::Errno;
 const FILE: &str = "lock";
 /// Where the host's locks of devices are.
 const DEVICE_LOCKS: &str = "/run/lock";
+/// How long a holder may take that is about to end, such as a daemon whose keeper was killed.
+const ENDING: Duration = Duration::from_secs(2);
 /// How long a dead holder's child may take to execute its program.
 const EXEC: Duration = Duration::from_secs(10);
 /// Between two looks.
@@ -89,8 +91,8 @@ pub struct StateLock {
 }
 
 impl StateLock {
-    /// Locks an existing directory. Nobody is waited for who runs; a holder that is dead may have left a child between fork and exec, which
-    /// has all its files for that moment.
+    /// Locks an existing directory. A holder that runs is waited for shortly: it may be about to end. One that is dead may have left a child
+    /// between fork and exec, which has all its files for that moment, and is given longer.
     pub fn acquire(dir: &Path) -> Result<Self, LockError> {
         let claim = Claim::StateDir(dir.to_owned());
         match LockFile::open(&dir.join(FILE), 0o600) {
@@ -181,7 +183,7 @@ impl LockFile {
                 Err(Errno::WOULDBLOCK) => {
                     let pid = self.holder();
                     let dead = pid.is_some_and(|pid| !Path::new("/proc").join(pid.to_string()).exists());
-                    if !dead || begun.elapsed() >= EXEC {
+                    if begun.elapsed() >= if dead { EXEC } else { ENDING } {
                         return Err(LockError::Held { claim, pid });
                     }
                     thread::sleep(PAUSE);

@@ -2,9 +2,13 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::path::Path;
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, ipproto, listen, socket_with, sockopt};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, ipproto, listen, socket_with,
+    sockopt,
+};
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
@@ -66,6 +70,21 @@ fn listener(address: SocketAddr) -> rustix::io::Result<TcpListener> {
     Ok(socket.into())
 }
 
+/// Whether somebody listens on a unix socket's file, busy or not.
+///
+/// # Errors
+/// It is not there, or may not be asked.
+pub fn is_answered(path: &Path) -> io::Result<bool> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    match connect(&socket, &SocketAddrUnix::new(path)?) {
+        // Too many wait there already.
+        Ok(()) | Err(Errno::AGAIN) => Ok(true),
+        Err(Errno::CONNREFUSED) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,5 +128,16 @@ mod tests {
     fn an_address_of_another_host_is_named() {
         let foreign = IpAddr::from([192, 0, 2, 1]);
         assert!(matches!(bind_tcp(foreign, 0), Err(BindError::NoSuchAddress { addr }) if addr == foreign));
+    }
+
+    #[test]
+    fn a_unix_socket_is_answered_as_long_as_somebody_listens() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        assert_eq!(is_answered(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(is_answered(&path).unwrap());
+        drop(listener);
+        assert!(!is_answered(&path).unwrap());
     }
 }

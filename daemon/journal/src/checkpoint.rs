@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 pub use draft::Draft;
 pub use manifest::{Difference, FORMAT, Manifest, ModelIdentity, SavedFile, SavedModel, hex};
 pub use place::finish_restore;
-pub use read::{Checkpoint, Contents, Problem, SavedTenant, list};
+pub use read::{Checkpoint, Contents, Problem, SavedPort, SavedTenant, list};
 
 /// Folder of the checkpoints in the state directory.
 pub const CHECKPOINTS: &str = "checkpoints";

@@ -7,6 +7,7 @@ mod common;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use common::{END, NOW, admit, finish, replay, step, token};
 use pagedd_core::TenantId;
@@ -235,6 +236,18 @@ fn a_manifest_that_is_foreign_torn_changed_or_of_a_future_format_is_refused_by_n
         refusal(&path),
         format!("checkpoint {shown}: format 1 here, 2 there; use the pagedd that wrote it")
     );
+}
+
+#[test]
+fn a_pipe_in_the_place_of_a_checkpoints_file_is_refused_by_name_and_not_waited_for() {
+    for file in ["manifest.json", "control.db", "journal.db"] {
+        let (_dir, path) = saved();
+        let at = path.join(file);
+        fs::remove_file(&at).unwrap();
+        assert!(Command::new("mkfifo").arg(&at).status().unwrap().success());
+        let refusal = refusal(&path);
+        assert!(refusal.contains(&format!("{file}: it is no regular file")), "{refusal}");
+    }
 }
 
 #[test]

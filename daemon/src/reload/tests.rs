@@ -35,3 +35,26 @@ fn a_flag_that_comes_with_every_start_is_obeyed_once_for_each_checkpoint() {
     assert_eq!(wanted("/c/one"), None);
     assert_eq!(wanted("/c/two"), Some(Wanted::Flag("/c/two".into())));
 }
+
+#[test]
+fn a_checkpoint_is_the_same_by_whatever_path() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, link) = (dir.path().join("one"), dir.path().join("link"));
+    fs::create_dir(&path).unwrap();
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    write(dir.path(), OBEYED, path.as_os_str().as_bytes()).unwrap();
+    let wanted = |path: PathBuf| wanted(dir.path(), Some(&path)).unwrap();
+    assert_eq!([path.join(""), path.join("../one"), link].map(wanted), [None, None, None]);
+    let other = dir.path().join("two");
+    assert_eq!(wanted(other.clone()), Some(Wanted::Flag(other)));
+}
+
+#[test]
+fn an_order_that_cannot_be_written_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    // A directory is in its place: the last step fails.
+    fs::create_dir(dir.path().join(ORDER)).unwrap();
+    assert!(order(dir.path(), Path::new("/c/one")).is_err());
+    let names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, [ORDER]);
+}

@@ -170,6 +170,25 @@ pub enum ToGateway {
     },
     /// End open streams with a final event that says how to re-attach, then exit.
     Shutdown,
+    /// Why [`Shutdown`](Self::Shutdown) follows. Without it, the server restarts.
+    Parting(Parting),
+}
+
+/// Why a gateway is told to end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub enum Parting {
+    /// The daemon ends, and the next one goes on.
+    #[default]
+    Restarting,
+    /// The tenant has another port.
+    Moved {
+        /// The new one.
+        port: u16,
+    },
+    /// The next daemon begins with a checkpoint.
+    Restored,
+    /// The tenant was removed, and its requests with it.
+    Removed,
 }
 
 /// What a gateway must know to serve.
@@ -264,6 +283,11 @@ pub enum Refusal {
     Closed(Closed),
     /// 422: the same [`Idempotency::key`] came with another [`Idempotency::body`] before.
     IdempotencyConflict,
+    /// 409: the request that the same [`Idempotency::key`] came with first was not admitted in time, nor refused.
+    IdempotencyBusy {
+        /// Seconds after which to try again.
+        retry_after: u32,
+    },
 }
 
 /// New entries of one request: `[from, from + entries.len())` of its log.

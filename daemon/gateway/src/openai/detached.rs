@@ -4,6 +4,7 @@
 //! error: nothing of the request is lost.
 
 use pagedd_core::RequestId;
+use pagedd_wire::gateway::Parting;
 use serde::Serialize;
 
 /// The way to the rest.
@@ -22,21 +23,32 @@ pub struct Detached {
 impl Detached {
     /// Of a stream whose last event was `last`.
     #[must_use]
-    pub fn stream(request: RequestId, last: u64) -> Self {
+    pub fn stream(request: RequestId, last: u64, parting: Parting) -> Self {
         let path = format!("/v1/requests/{request}/stream");
         let how = format!("go on with GET {path} and the header Last-Event-ID: {last}");
-        Self::new(request, last, path, &how)
+        Self::new(request, last, path, parting, &how)
     }
 
     /// Of an answer that was to come whole.
     #[must_use]
-    pub fn whole(request: RequestId) -> Self {
+    pub fn whole(request: RequestId, parting: Parting) -> Self {
         let path = format!("/v1/requests/{request}/stream");
-        Self::new(request, 0, path, &format!("ask again with GET /v1/requests/{request}"))
+        Self::new(request, 0, path, parting, &format!("ask again with GET /v1/requests/{request}"))
     }
 
-    fn new(request: RequestId, last_event_id: u64, path: String, how: &str) -> Self {
-        let message = format!("the server is restarting; the request goes on: {how}");
+    fn new(request: RequestId, last_event_id: u64, path: String, parting: Parting, how: &str) -> Self {
+        let message = match parting {
+            Parting::Restarting => format!("the server is restarting; the request goes on: {how}"),
+            Parting::Moved { port } => {
+                format!("this tenant has moved to port {port}; the request goes on: {how} on that port")
+            }
+            Parting::Restored => {
+                format!(
+                    "the server goes back to a checkpoint; the request goes on if it was running then: {how}"
+                )
+            }
+            Parting::Removed => "the tenant was removed, and the request has ended with it".to_owned(),
+        };
         Self { id: request.to_string(), last_event_id, path, message }
     }
 

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use bytes::Bytes;
-use pagedd_wire::gateway::{Closed, Refusal};
+use pagedd_wire::gateway::{Closed, Parting, Refusal};
 use serde::Serialize;
 
 use super::detached::Detached;
@@ -137,6 +137,18 @@ impl ApiError {
         }
     }
 
+    /// 409: the first request with the key is neither accepted nor refused yet.
+    pub fn idempotency_busy(retry_after: u32) -> Self {
+        let message = format!(
+            "the request that this `Idempotency-Key` came with first is neither accepted nor refused yet; send it again in {retry_after} s"
+        );
+        Self {
+            param: Some("Idempotency-Key".to_owned()),
+            retry_after: Some(retry_after),
+            ..Self::new(409, INVALID, "idempotency_key_in_use", message)
+        }
+    }
+
     /// 500.
     pub fn internal(message: &'static str) -> Self {
         Self::new(500, SERVER, "internal_error", message)
@@ -154,15 +166,15 @@ impl ApiError {
 
     /// 500: tokens of two models make no answer.
     pub fn model_changed() -> Self {
-        let message = "the model's file was replaced while the server restarted, and the rest of the answer would be another \
-                       model's: send the request again";
+        let message = "the model's file was replaced before the answer was complete, and the rest of it would be another model's: send \
+                       the request again";
         Self::new(500, SERVER, "model_changed", message)
     }
 
-    /// 503: the model that was asked is not there after a restart.
+    /// 503: the model that was asked is not there after a restart, or no worker can be had for it any more.
     pub fn model_gone() -> Self {
-        let message = "the server restarted without the model of this request, and the answer cannot be completed: ask the operator \
-                       of the server, then send the request again";
+        let message = "the model of this request is not served any more, and the answer cannot be completed: ask the operator of the \
+                       server, then send the request again";
         Self::new(503, SERVER, "model_gone", message)
     }
 
@@ -187,8 +199,20 @@ impl ApiError {
     }
 
     /// 503: this process ends, and the request was not accepted.
-    pub fn shutting_down() -> Self {
-        Self::unavailable("shutting_down", "the server is restarting; try again shortly", 1)
+    pub fn shutting_down(parting: Parting) -> Self {
+        let message = match parting {
+            Parting::Restarting => "the server is restarting; try again shortly".to_owned(),
+            Parting::Moved { port } => format!("this tenant has moved to port {port}; try again there"),
+            Parting::Restored => "the server goes back to a checkpoint; try again shortly".to_owned(),
+            Parting::Removed => return Self::removed(),
+        };
+        Self::unavailable("shutting_down", message, 1)
+    }
+
+    /// 503: the tenant is gone, and with it whatever it had asked.
+    pub fn removed() -> Self {
+        let message = "the tenant of this port was removed, and its requests have ended with it";
+        Self::new(503, SERVER, "tenant_removed", message)
     }
 
     /// 503: this process ends, and the request goes on.
@@ -236,14 +260,18 @@ impl ApiError {
                     429,
                     "rate_limit_error",
                     "queue_full",
-                    format!(
-                        "{waiting} requests of this tenant wait already; try again in {} s",
-                        retry_after.max(1)
-                    ),
+                    match waiting {
+                        0 => format!("too many requests come at once; try again in {} s", retry_after.max(1)),
+                        waiting => format!(
+                            "{waiting} requests of this tenant wait already; try again in {} s",
+                            retry_after.max(1)
+                        ),
+                    },
                 )
             },
             Refusal::Closed(closed) => Self::closed(&closed),
             Refusal::IdempotencyConflict => Self::idempotency_conflict(),
+            Refusal::IdempotencyBusy { retry_after } => Self::idempotency_busy(retry_after.max(1)),
         }
     }
 
@@ -311,5 +339,7 @@ mod tests {
             (400, None, Some("invalid_value"))
         );
         assert_eq!(status(Refusal::IdempotencyConflict), (422, None, Some("idempotency_key_reused")));
+        let busy = Refusal::IdempotencyBusy { retry_after: 2 };
+        assert_eq!(status(busy), (409, Some(2), Some("idempotency_key_in_use")));
     }
 }

@@ -39,6 +39,19 @@ pub fn a_second_daemon_on_a_state_directory_is_told_who_holds_it() {
     child.wait(LONG).unwrap().unwrap();
 }
 
+pub fn a_holder_that_is_about_to_end_is_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let (child, _open) = holder(dir.path());
+    let ends = std::thread::spawn(move || {
+        // The other has found the lock taken by then, or gets it at once.
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        child.kill().unwrap();
+        child.wait(LONG).unwrap().unwrap();
+    });
+    assert!(StateLock::acquire(dir.path()).is_ok());
+    ends.join().unwrap();
+}
+
 pub fn a_lock_ends_with_its_process() {
     let dir = tempfile::tempdir().unwrap();
     let (child, _open) = holder(dir.path());

@@ -60,6 +60,7 @@ const TESTS: &[(&str, fn())] = tests! {
     }
     locking {
         a_second_daemon_on_a_state_directory_is_told_who_holds_it,
+        a_holder_that_is_about_to_end_is_waited_for,
         a_lock_ends_with_its_process,
         a_lock_that_a_dead_holders_child_still_has_is_waited_for,
         a_state_directory_that_does_not_exist_is_named,

@@ -6,9 +6,9 @@
 //! The caller holds the state directory's lock, and no database in it is open.
 
 use super::draft::{SAVING, private_dir, private_file, remove_dir, sync_dir};
-use super::read::sum;
+use super::read::{open_regular, sum};
 use super::{CHECKPOINTS, CONTROL, Checkpoint, CheckpointError, JOURNAL, Problem};
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
@@ -57,7 +57,7 @@ impl Checkpoint {
     /// Copies a file, if it is still what was written.
     fn copy(&self, name: &str, to: &Path) -> Result<(), CheckpointError> {
         let from = self.file(name);
-        let mut source = File::open(&from).map_err(CheckpointError::io(&from))?;
+        let mut source = open_regular(&from).map_err(CheckpointError::io(&from))?;
         let mut target = private_file(to).map_err(CheckpointError::io(to))?;
         let (_, found) =
             sum(&mut source, |bytes| target.write_all(bytes)).map_err(CheckpointError::io(to))?;

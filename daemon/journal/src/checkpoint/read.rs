@@ -2,17 +2,20 @@
 //!
 //! **Owns** what is said about it. **Never** changes it: databases are opened for reading only.
 
-use super::{CHECKPOINTS, CONTROL, CheckpointError, JOURNAL, MANIFEST, Manifest, hex, is_plain};
+use super::{CHECKPOINTS, CONTROL, CheckpointError, JOURNAL, MANIFEST, Manifest, SavedFile, hex, is_plain};
 use crate::schema::{self, CONTROL_DB, JOURNAL_DB};
 use crate::{DbError, Entry, JournalDb};
 use rusqlite::Row;
 use sha2::{Digest as _, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+/// Linux's `O_NONBLOCK`: the open of a pipe waits for nobody.
+const O_NONBLOCK: i32 = 0o4000;
 /// No manifest is longer.
 const MAX_MANIFEST: u64 = 1 << 20;
 
@@ -68,6 +71,17 @@ pub struct SavedTenant {
     pub ended: u32,
 }
 
+/// A port of a checkpoint.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SavedPort {
+    /// Name of its tenant.
+    pub tenant: String,
+    /// The model that the tenant uses.
+    pub model: String,
+    /// The port.
+    pub port: u16,
+}
+
 impl Checkpoint {
     pub(super) const fn of(path: PathBuf, manifest: Manifest) -> Self {
         Self { path, manifest }
@@ -89,7 +103,7 @@ impl Checkpoint {
         }
         let file = path.join(MANIFEST);
         let mut text = Vec::new();
-        let read = File::open(&file).and_then(|file| file.take(MAX_MANIFEST).read_to_end(&mut text));
+        let read = open_regular(&file).and_then(|file| file.take(MAX_MANIFEST).read_to_end(&mut text));
         match read {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(foreign(format!("it has no {MANIFEST}")));
@@ -101,6 +115,13 @@ impl Checkpoint {
         let names = manifest.files.iter().map(|file| &file.name);
         if let Some(name) = names.into_iter().find(|name| !is_plain(name)) {
             return Err(foreign(format!("it names a file {name:?}")));
+        }
+        // Whatever is done with it then reads files, and not what one could wait for.
+        for SavedFile { name, .. } in &manifest.files {
+            if fs::metadata(path.join(name)).is_ok_and(|found| !found.is_file()) {
+                let problem = Problem { file: name.clone(), what: NOT_REGULAR.to_owned() };
+                return Err(CheckpointError::Damaged { path: path.to_path_buf(), problem });
+            }
         }
         Ok(Self { path: path.to_path_buf(), manifest })
     }
@@ -171,7 +192,7 @@ impl Checkpoint {
             if problems.iter().any(|problem| problem.file == file.name) {
                 continue;
             }
-            let read = File::open(self.file(&file.name)).and_then(|mut f| sum(&mut f, |_| Ok(())));
+            let read = open_regular(&self.file(&file.name)).and_then(|mut f| sum(&mut f, |_| Ok(())));
             let what = match read {
                 Ok((_, sha256)) if sha256 == file.sha256 => continue,
                 Ok(_) => "its SHA-256 is wrong".to_owned(),
@@ -198,6 +219,19 @@ impl Checkpoint {
         let db = schema::open_saved(&path, CONTROL_DB)?;
         let query = "SELECT value FROM meta WHERE key = 'installation_secret'";
         db.query_row(query, [], |row| row.get(0)).map_err(|error| DbError::sql(&path, error))
+    }
+
+    /// The ports of its tenants.
+    ///
+    /// # Errors
+    /// control.db is damaged.
+    pub fn ports(&self) -> Result<Vec<SavedPort>, DbError> {
+        let path = self.file(CONTROL);
+        let db = schema::open_saved(&path, CONTROL_DB)?;
+        let query = "SELECT name, model, port FROM tenants ORDER BY name";
+        let port =
+            |row: &Row<'_>| Ok(SavedPort { tenant: row.get(0)?, model: row.get(1)?, port: row.get(2)? });
+        crate::journal::rows(&db, &path, query, [], port)
     }
 
     /// What is in its databases.
@@ -254,6 +288,18 @@ pub fn list(state_dir: &Path) -> io::Result<Vec<(String, Result<Checkpoint, Chec
     }
     found.sort_by(|(a, _), (b, _)| a.cmp(b));
     Ok(found)
+}
+
+/// What is wrong with what is no file.
+const NOT_REGULAR: &str = "it is no regular file";
+
+/// Opens a file for reading; a pipe or a device is none.
+pub(super) fn open_regular(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path)?;
+    if file.metadata()?.is_file() {
+        return Ok(file);
+    }
+    Err(io::Error::new(io::ErrorKind::InvalidInput, NOT_REGULAR))
 }
 
 /// Reads to the end; each part goes to `take`. Bytes, and their SHA-256.
