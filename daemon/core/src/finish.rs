@@ -13,7 +13,7 @@ pub enum FinishReason {
     Cancelled,
     /// The row could not be computed (for example NaN logits); other rows of the batch went on.
     Failed,
-    /// The model's file was replaced before the request was complete: what it has is of another model.
+    /// The model's file or arithmetic was changed before the request was complete: what it has is of another model.
     ModelChanged,
     /// The model is not served any more: it is not configured after a restart, or no worker can be had for it.
     ModelGone,

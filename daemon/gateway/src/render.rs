@@ -85,7 +85,7 @@ pub enum Broken {
     Cancelled,
     /// It could not be computed.
     Failed,
-    /// The model's file was replaced in the middle of it.
+    /// The model's file or arithmetic was changed in the middle of it.
     ModelChanged,
     /// The model is not served any more.
     ModelGone,

@@ -336,7 +336,7 @@ pub enum Finish {
     Cancelled,
     /// The row could not be computed.
     Failed,
-    /// The model's file was replaced while the request was interrupted.
+    /// The model's file or arithmetic was changed while the request was interrupted.
     ModelChanged,
     /// The model is not served any more.
     ModelGone,

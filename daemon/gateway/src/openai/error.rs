@@ -166,8 +166,8 @@ impl ApiError {
 
     /// 500: tokens of two models make no answer.
     pub fn model_changed() -> Self {
-        let message = "the model's file was replaced before the answer was complete, and the rest of it would be another model's: send \
-                       the request again";
+        let message = "the model's file or its arithmetic (dtype, kv_dtype) was changed before the answer was complete, and the rest of it \
+                       would be another model's: send the request again";
         Self::new(500, SERVER, "model_changed", message)
     }
 
