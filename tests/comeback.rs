@@ -1,10 +1,10 @@
 //! What a restart of the daemon makes of requests that something is wrong with: themselves, their model, their tenant.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagedd_model::testing::{TinyModel, write_gguf};
-use pagedd_tests::daemon::{Daemon, Site, Tenant, model_yaml};
+use pagedd_tests::daemon::{DRAIN, Daemon, Site, Tenant, model_yaml};
 use pagedd_tests::http::{Event, Events};
 use pagedd_tests::process::kill_descendant;
 use pagedd_tests::wait;
@@ -293,4 +293,34 @@ fn a_request_that_is_too_large_for_changed_settings_waits_can_be_cancelled_and_g
         assert_eq!(text(&events), text(&whole(&acme, &whole_at_once)));
         daemon.stop();
     }
+}
+
+#[test]
+fn a_request_that_is_too_large_for_changed_settings_is_nothing_to_wait_for_at_the_end() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), 41);
+    let settings = yaml(folder.path());
+    let mut daemon = Site::new(&settings).start();
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+    let (_events, waits) = open(&acme, &body(200, 20, 3000));
+    let smaller = settings.replace(DRAIN, "drain_timeout: 25s\n");
+    daemon.site().configure(&format!("{smaller}    max_model_len: 1024\n"));
+    kill(&daemon);
+    daemon.wait_ready();
+    let path = format!("/v1/requests/{waits}/stream");
+    // Whoever reads it waits for nothing, too.
+    let _reader = acme.http.open("GET", &path, &[("last-event-id", "0")], b"");
+    wait::until("it is held", Duration::from_mins(1), || daemon.status()["drain"]["requests"] == 0);
+    daemon.ask(&["drain", "--timeout", "10s"]);
+    let start = Instant::now();
+    let site = daemon.stop();
+    assert!(start.elapsed() < Duration::from_secs(5), "the end took {:?}", start.elapsed());
+    let log = site.log_text();
+    assert!(!log.contains("not ended in time"), "{log}");
+
+    site.configure(&settings);
+    let mut daemon = site.start();
+    daemon.wait_ready();
+    assert_eq!(usage(&whole(&acme, &waits))["completion_tokens"], 3000);
+    daemon.stop();
 }

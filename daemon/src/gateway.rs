@@ -401,6 +401,7 @@ impl GatewayTask {
                 Ok(Claim::New(hold)) => held = Some(hold),
                 Ok(Claim::Made(request)) => return Ok(Some(request)),
                 Ok(Claim::Conflict) => return Err(Refusal::IdempotencyConflict),
+                Ok(Claim::Unknown) => return Err(Refusal::IdempotencyUnknown { retry_after: 1 }),
                 Ok(Claim::Busy) => {
                     return come_back(Asked { ticket, request, since }, waiting).map(|()| None);
                 }

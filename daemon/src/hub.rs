@@ -119,6 +119,8 @@ pub enum Message {
     Forget(TenantId),
     /// An engine has a request of an earlier daemon.
     Readmitted(RequestId),
+    /// An engine keeps a request of an earlier daemon, which is too large for it.
+    Held(RequestId),
     /// No engine will ever have those of this model.
     ModelFailed(ModelId),
     /// How many requests of a tenant have not ended.
@@ -175,10 +177,19 @@ struct Log {
     cancelled: bool,
     /// It has ended, and nobody is expected to come back for it.
     settled: bool,
-    /// Of an earlier daemon, and its engine does not have it yet: choices that are to be stopped once it does.
-    awaits: Option<Vec<u32>>,
+    place: Place,
     /// When it ended, in seconds since 1970.
     ended: Option<u64>,
+}
+
+/// Where a log's request is, as long as it has not ended.
+enum Place {
+    /// It is of an earlier daemon, and its engine does not have it yet: choices that are to be stopped once it does.
+    Awaited(Vec<u32>),
+    /// With its engine.
+    Taken,
+    /// With its engine, which never runs it.
+    Held,
 }
 
 /// Who reads a log.
@@ -203,7 +214,7 @@ impl Log {
             cancel_waits: false,
             cancelled: false,
             settled: false,
-            awaits: None,
+            place: Place::Taken,
             ended: None,
         }
     }
@@ -308,7 +319,7 @@ impl Hub {
         let mut log = Log::new(self.number, model, kept.admission);
         log.cached_tokens = kept.cached_tokens;
         log.entries = kept.entries.into_iter().map(convert::entry).collect();
-        log.awaits = Some(Vec::new());
+        log.place = Place::Awaited(Vec::new());
         self.number += 1;
         self.logs.insert(request, log);
     }
@@ -386,7 +397,8 @@ impl Hub {
             // Who asked for these is there, or the daemon ends.
             Message::Spent(answer) => drop(answer.send(std::mem::take(&mut self.spent))),
             Message::Load(answer) => drop(answer.send(self.load())),
-            Message::Readmitted(request) => self.readmitted(request),
+            Message::Readmitted(request) => self.placed(request, Place::Taken),
+            Message::Held(request) => self.placed(request, Place::Held),
             Message::ModelFailed(model) => self.model_failed(model),
             // An operator who went away does not want the answer.
             Message::Live(tenant, answer) => {
@@ -416,11 +428,15 @@ impl Hub {
         self.send(connection, ToGateway::Accepted { ticket, request: request.0, repeated: false });
     }
 
-    /// What was asked of a request before its engine had it.
-    fn readmitted(&mut self, request: RequestId) {
+    /// Its engine has a request: now comes what was asked of it before.
+    fn placed(&mut self, request: RequestId, place: Place) {
         fail_point!("readmitted");
         let Some(log) = self.logs.get_mut(&request) else { return };
-        let (model, stops) = (log.model, log.awaits.take().unwrap_or_default());
+        let model = log.model;
+        let stops = match std::mem::replace(&mut log.place, place) {
+            Place::Awaited(stops) => stops,
+            Place::Taken | Place::Held => Vec::new(),
+        };
         if log.cancel_waits {
             self.tell_engine(model, request, Command::Cancel(request));
         }
@@ -621,7 +637,7 @@ impl Hub {
 
     fn tell_engine(&mut self, model: ModelId, request: RequestId, command: Command<Box<Ticket>>) {
         let cancels = matches!(command, Command::Cancel(_));
-        if let Some(Log { awaits: Some(stops), cancel_waits, .. }) = self.logs.get_mut(&request) {
+        if let Some(Log { place: Place::Awaited(stops), cancel_waits, .. }) = self.logs.get_mut(&request) {
             match command {
                 Command::FinishChoice { choice, .. } => stops.push(choice),
                 _ => *cancel_waits |= cancels,

@@ -14,7 +14,7 @@ use fail::fail_point;
 use pagedd_config::{Model as Settings, Policy};
 use pagedd_core::{Blocks, ModelId, RequestId, Tokens};
 use pagedd_engine::{
-    Engine, EngineConfig, EngineHandle, EngineStats, Inbox, Journal, Observer, StepRecord, inbox,
+    Engine, EngineConfig, EngineHandle, EngineStats, Inbox, Journal, Observer, StepRecord, Worker as _, inbox,
 };
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::shared::SharedMemory;
@@ -179,7 +179,9 @@ fn run(
     let info = match worker.start() {
         Ok(info) => info,
         Err(exhausted) => {
-            error!(model = config.name.as_str(), error = exhausted.reason, "model cannot be loaded");
+            if worker.ends_as().is_some() {
+                error!(model = config.name.as_str(), error = exhausted.reason, "model cannot be loaded");
+            }
             return;
         }
     };

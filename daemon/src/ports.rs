@@ -76,6 +76,7 @@ pub fn listeners(
     Ok(listeners)
 }
 
+/// Waits where the port is in use by what is about to end.
 fn bind(address: IpAddr, port: u16) -> Result<OwnedFd, BindError> {
     let until = Instant::now() + CLOSING;
     loop {
@@ -99,7 +100,7 @@ pub fn kept(store: &FdStore, address: IpAddr) -> BTreeSet<u16> {
 /// The first that would not.
 pub fn check(address: IpAddr, held: &BTreeSet<u16>, wanted: Vec<SavedPort>) -> Result<(), NoPort> {
     for SavedPort { tenant, port, .. } in wanted.into_iter().filter(|saved| !held.contains(&saved.port)) {
-        bind_tcp(address, port).map_err(|source| NoPort { tenant, source })?;
+        bind(address, port).map_err(|source| NoPort { tenant, source })?;
     }
     Ok(())
 }

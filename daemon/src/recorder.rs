@@ -75,6 +75,8 @@ pub enum Told {
     },
     /// The engine has this one.
     Replayed(RequestId, Placed),
+    /// The engine keeps this one, and does not run it.
+    Held(RequestId),
     /// The tenant was removed: nothing of it is kept.
     Forget(TenantId),
     /// How long a tenant's requests are kept after their end; `None` is as long as others'.
@@ -105,6 +107,8 @@ pub enum Claim {
     Conflict,
     /// A request with it is being admitted at this moment.
     Busy,
+    /// The journal cannot be read.
+    Unknown,
 }
 
 /// A request that the hub does not have.
@@ -240,20 +244,14 @@ async fn hand_over(
     if restored.is_empty() {
         return Some(proven);
     }
-    let (counted, answer) = oneshot::channel();
-    let requests = restored.iter().map(|kept| kept.admission.request).collect();
-    recorder.send(Told::Replaying { requests, counted, proof: Arc::new(proof) }).await.ok()?;
-    let counted: BTreeSet<RequestId> = answer.await.ok()?.into_iter().collect();
+    let counted =
+        count(restored.iter().map(|kept| kept.admission.request).collect(), proof, recorder).await?;
     let mut taken = Vec::with_capacity(counted.len());
     for kept in restored.into_iter().filter(|kept| counted.contains(&kept.admission.request)) {
         readmit_point(&kept);
         let (placed, answer) = oneshot::channel();
         let reply = Box::new(move |place| _ = placed.send(place));
-        let mut command = Command::Restore { restored: Box::new(convert::restored(&kept)), reply };
-        while let Err((InboxFull, back)) = engine.send(command) {
-            command = back;
-            tokio::time::sleep(INBOX_RETRY).await;
-        }
+        put(engine, Command::Restore { restored: Box::new(convert::restored(&kept)), reply }).await;
         taken.push((kept.admission.request, answer));
     }
     for (request, placed) in taken {
@@ -263,25 +261,50 @@ async fn hand_over(
     Some(proven)
 }
 
-/// Gives an engine requests that are too large for it, to be kept: they go on with a daemon whose model has room for them.
+/// Has requests counted as about to be admitted again: those that are still live. `proof` goes once something came of all of them.
+async fn count(
+    requests: Vec<RequestId>,
+    proof: oneshot::Sender<()>,
+    recorder: &mpsc::Sender<Told>,
+) -> Option<BTreeSet<RequestId>> {
+    let (counted, answer) = oneshot::channel();
+    recorder.send(Told::Replaying { requests, counted, proof: Arc::new(proof) }).await.ok()?;
+    Some(answer.await.ok()?.into_iter().collect())
+}
+
+/// Puts a command into an engine's inbox once there is room.
+async fn put(engine: &EngineHandle<Box<Ticket>>, mut command: Command<Box<Ticket>>) {
+    while let Err((InboxFull, back)) = engine.send(command) {
+        command = back;
+        tokio::time::sleep(INBOX_RETRY).await;
+    }
+}
+
+/// Gives an engine requests that are too large for it, to be kept, unless their tenant was removed meanwhile: they go on
+/// with a daemon whose model has room for them.
 pub async fn hold(
     misfits: Vec<(Kept, Misfit)>,
     engine: &EngineHandle<Box<Ticket>>,
     recorder: &mpsc::Sender<Told>,
 ) {
+    if misfits.is_empty() {
+        return;
+    }
+    let requests = misfits.iter().map(|(kept, _)| kept.admission.request).collect();
+    // Nobody waits for a proof: none of them runs.
+    let Some(counted) = count(requests, oneshot::channel().0, recorder).await else { return };
     for (kept, misfit) in misfits {
         let request = kept.admission.request;
+        if !counted.contains(&request) {
+            continue;
+        }
         warn!(
             %request,
             reason = %misfit,
             "an accepted request waits: it goes on at a start at which there is room for it again"
         );
-        let mut command = Command::Hold(Box::new(convert::restored(&kept)));
-        while let Err((InboxFull, back)) = engine.send(command) {
-            command = back;
-            tokio::time::sleep(INBOX_RETRY).await;
-        }
-        drop(recorder.send(Told::Replayed(request, Placed::Waits)).await);
+        put(engine, Command::Hold(Box::new(convert::restored(&kept)))).await;
+        drop(recorder.send(Told::Held(request)).await);
     }
 }
 
@@ -415,6 +438,12 @@ impl Work {
         }
     }
 
+    /// What does not run is not to blame for what happens meanwhile: it waits for a share, or is too large for its model.
+    fn acquit(&mut self, request: RequestId) {
+        self.proven.extend(self.unproven.remove(&request).map(|proof| (request, proof)));
+        self.clear_proven();
+    }
+
     /// Something of these is committed: whatever ends the daemon from here on, it is not to do with their return.
     fn clear_proven(&mut self) {
         if self.proven.is_empty() {
@@ -473,17 +502,19 @@ impl Work {
                 _ = counted.send(live);
             }
             Told::Replayed(request, placed) => {
-                // What waits for a share is not to blame for what happens meanwhile.
                 if placed == Placed::Waits {
-                    self.proven.extend(self.unproven.remove(&request).map(|proof| (request, proof)));
-                    self.clear_proven();
+                    self.acquit(request);
                 }
                 fail_point!("after-readmission");
                 drop(self.hub.send(Message::Readmitted(request)).await);
             }
+            Told::Held(request) => {
+                self.acquit(request);
+                drop(self.hub.send(Message::Held(request)).await);
+            }
             Told::Forget(tenant) => {
                 if let Err(error) = self.writer.db().delete_tenant(tenant) {
-                    warn!(%tenant, %error, "requests of a removed tenant stay until their time is over");
+                    warn!(%tenant, %error, "requests of a removed tenant stay until the next start");
                 }
                 self.claims.retain(|(of, _), _| *of != tenant);
                 self.lost_keys.retain(|(of, _), _| *of != tenant);
@@ -540,7 +571,7 @@ impl Work {
             }
             Err(error) => {
                 warn!(%tenant, %error, "an idempotency key cannot be looked up");
-                Claim::Busy
+                Claim::Unknown
             }
         }
     }

@@ -157,6 +157,9 @@ impl Template {
             if !child.has_exited() {
                 return Ok(());
             }
+            if self.reins.ended() {
+                return Err(ForkError("the daemon ends".to_owned()));
+            }
             warn!(model = self.spec.model, pid = child.pid(), "template process died");
             self.running = None;
         }

@@ -254,8 +254,10 @@ impl WorkerProcess {
             }
             let error = match self.launch() {
                 Ok(info) => return Ok(info),
-                Err(StartError::Final(error)) => return Err(self.exhausted(error)),
-                Err(StartError::Retry(error)) => error,
+                Err(StartError::Retry(error)) if !self.reins.ended() => error,
+                Err(StartError::Final(error) | StartError::Retry(error)) => {
+                    return Err(self.exhausted(error));
+                }
             };
             warn!(model = self.spec.model, attempt = self.attempts, error, "worker did not start");
             self.launch_failed(&error)?;
@@ -273,7 +275,10 @@ impl WorkerProcess {
     fn exhausted(&mut self, reason: String) -> WorkersExhausted {
         // The last one may hang, or be a zombie.
         self.running = None;
-        self.state.send_replace(ModelState::Failed { error: reason.clone() });
+        // At the end of the daemon the model is as good as it was.
+        if !self.reins.ended() {
+            self.state.send_replace(ModelState::Failed { error: reason.clone() });
+        }
         WorkersExhausted { reason }
     }
 

@@ -308,7 +308,8 @@ pub struct StatusInfo {
 pub struct DrainInfo {
     /// Whether it admits requests.
     pub state: DrainState,
-    /// Requests that were accepted and have not ended.
+    /// Requests that were accepted and have not ended, but for those that only another start can go on with: their model is not there, or
+    /// has no room for them as it is now.
     pub requests: u32,
     /// Sequences in the running batches.
     pub running: u32,
@@ -319,7 +320,7 @@ pub struct DrainInfo {
 }
 
 impl DrainInfo {
-    /// Whether nothing is left: every accepted request has ended, and was sent to who reads it.
+    /// Whether nothing is left: every accepted request that can go on here has ended, and was sent to who reads it.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.requests == 0 && self.streams == 0

@@ -109,7 +109,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
     /// says, those too that were in the inbox or come later, so that none waits for ever.
     ///
     /// # Errors
-    /// [`WorkersExhausted`]: no worker could be had; every request was finished, unless this process ends.
+    /// [`WorkersExhausted`]: no worker could be had, and not since this process ends; every request was finished.
     pub fn run(mut self) -> Result<(), WorkersExhausted> {
         self.steps().inspect_err(|_| self.run_without_worker())
     }
@@ -155,7 +155,12 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                 }
                 // With its worker killed for that, no request is to blame.
                 Err(_) if self.worker.ends_as().is_none() => return Ok(()),
-                Err(lost) => self.replace_worker(&lost)?,
+                Err(lost) => {
+                    if let Err(exhausted) = self.replace_worker(&lost) {
+                        // The process may have begun to end while another was looked for.
+                        return if self.worker.ends_as().is_some() { Err(exhausted) } else { Ok(()) };
+                    }
+                }
             }
         }
     }
@@ -255,8 +260,10 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
     fn recover(&mut self) -> Result<(), WorkersExhausted> {
         let sequences = self.scheduler.snapshot();
         self.worker.recover(sequences).inspect_err(|exhausted| {
-            error!(reason = exhausted.reason, "no worker can be had; every request of this model ends");
-            self.end_all();
+            if self.worker.ends_as().is_some() {
+                error!(reason = exhausted.reason, "no worker can be had; every request of this model ends");
+                self.end_all();
+            }
         })
     }
 

@@ -21,7 +21,7 @@ pub struct Submission<T> {
 pub enum Placed {
     /// In the scheduler, or it has ended.
     Taken,
-    /// Its tenant has no share yet.
+    /// With the engine, until its tenant has a share.
     Waits,
 }
 
@@ -38,7 +38,7 @@ pub enum Command<T> {
         reply: Reply<Placed>,
     },
     /// Keep a request that an earlier engine had admitted and that is too large for this one: it can be cancelled, and its choices finished;
-    /// what is left of it at the end stays in the journal.
+    /// what is left of it where the engine is stopped stays in the journal. Where no worker can be had it ends as all others do.
     Hold(Box<Restored>),
     /// Its client left, or an operator ended it.
     Cancel(RequestId),

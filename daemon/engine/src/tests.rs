@@ -90,6 +90,31 @@ impl Worker for LateRequest {
     }
 }
 
+/// Dies at once, and while another worker is looked for the process begins to end.
+#[derive(Default)]
+struct Ending {
+    ends: bool,
+}
+
+impl Worker for Ending {
+    fn submit(&mut self, _: &StepPlan) -> Result<(), WorkerLost> {
+        Ok(())
+    }
+
+    fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
+        Err(WorkerLost { reason: "scripted".to_owned() })
+    }
+
+    fn recover(&mut self, _: Vec<SequenceSnapshot>) -> Result<(), WorkersExhausted> {
+        self.ends = true;
+        Err(WorkersExhausted { reason: "scripted".to_owned() })
+    }
+
+    fn ends_as(&self) -> Option<FinishReason> {
+        (!self.ends).then_some(FinishReason::ModelGone)
+    }
+}
+
 struct Recorder {
     events: Events,
     handle: EngineHandle<&'static str>,
@@ -312,6 +337,20 @@ fn without_any_worker_every_request_ends_as_failed_and_the_engine_says_why() {
     );
     assert_eq!(result, Err(WorkersExhausted { reason: "scripted".to_owned() }));
     assert_eq!(events.iter().filter(|event| *event == "finished failed").count(), 2, "{events:?}");
+}
+
+#[test]
+fn where_the_process_ends_while_a_worker_is_looked_for_no_request_does_and_nothing_is_wrong() {
+    let events = Events::default();
+    let (handle, commands) = inbox(8);
+    let journal = Recorder { events: events.clone(), handle, open: 1 };
+    let mut scheduler = scheduler();
+    scheduler.set_share(TENANT, ShareSpec { floor: Blocks(0), ceiling: Blocks(8) }).expect("a share");
+    scheduler.admit(request(4, 2)).expect("room");
+    let config = EngineConfig::default();
+    let worker = Ending::default();
+    let result = Engine::new(config, commands, scheduler, worker, journal, Silent, Instant::now()).run();
+    assert_eq!((result, events.take()), (Ok(()), Vec::new()));
 }
 
 #[test]

@@ -320,12 +320,9 @@ impl Delivery {
                     }
                 }
                 Ok(Err(Gone::Ending)) => {
-                    match self.app.link.parting() {
-                        Parting::Removed => push_event(&mut part, None, &ApiError::removed().to_json()),
-                        parting => {
-                            let detached = Detached::stream(self.reader.request(), last, parting);
-                            push_parting(&mut part, &self.head.parting(&detached));
-                        }
+                    match Detached::stream(self.reader.request(), last, self.app.link.parting()) {
+                        Some(detached) => push_parting(&mut part, &self.head.parting(&detached)),
+                        None => push_event(&mut part, None, &ApiError::removed().to_json()),
                     }
                     done = true;
                 }
@@ -351,8 +348,7 @@ impl Delivery {
 fn broken_off(gone: Gone, request: RequestId, parting: Parting) -> ApiError {
     match gone {
         Gone::NotFound => ApiError::no_request(),
-        Gone::Ending if parting == Parting::Removed => ApiError::removed(),
-        Gone::Ending => ApiError::detached(Detached::whole(request, parting)),
+        Gone::Ending => Detached::whole(request, parting).map_or_else(ApiError::removed, ApiError::detached),
     }
 }
 
@@ -360,7 +356,8 @@ fn broken_off(gone: Gone, request: RequestId, parting: Parting) -> ApiError {
 fn stream_broken_off(gone: Gone, request: RequestId, last: u64, parting: Parting) -> ApiError {
     match gone {
         Gone::NotFound => ApiError::no_request(),
-        Gone::Ending if parting == Parting::Removed => ApiError::removed(),
-        Gone::Ending => ApiError::detached(Detached::stream(request, last, parting)),
+        Gone::Ending => {
+            Detached::stream(request, last, parting).map_or_else(ApiError::removed, ApiError::detached)
+        }
     }
 }

@@ -48,34 +48,45 @@ pub struct Strangers {
 }
 
 impl JournalDb {
-    /// Binds the journal to an installation, on disk when it returns.
+    /// Binds the journal to an installation, which has `given` numbers up to these; on disk when it returns.
     ///
     /// # Errors
-    /// [`DbError::OtherInstallation`]: it is bound to another one. Otherwise as for [`append`](Self::append); nothing has changed.
-    pub fn bind(&mut self, installation: Installation) -> Result<Bound, DbError> {
+    /// [`DbError::OtherInstallation`]: it is bound to another one, or names tenants where none was ever given a number. Otherwise as for [`append`](Self::append); nothing has changed.
+    pub fn bind(&mut self, installation: Installation, given: Numbers) -> Result<Bound, DbError> {
         let found: Vec<[u8; 16]> =
             rows(&self.db, &self.path, "SELECT id FROM installation", [], |row| row.get(0))?;
-        match found.first() {
-            Some(id) if *id == installation.0 => return Ok(Bound::Already),
-            Some(_) => {
-                let (control, journal) = (self.path.with_file_name("control.db"), self.path.clone());
-                return Err(DbError::OtherInstallation { control, journal });
-            }
-            None => {}
+        let known = self.numbers()?;
+        let foreign = match found.first() {
+            Some(id) => *id != installation.0,
+            None => given.tenant == 0 && known.tenant > 0,
+        };
+        if foreign {
+            let (control, journal) = (self.path.with_file_name("control.db"), self.path.clone());
+            return Err(DbError::OtherInstallation { control, journal });
+        }
+        if !found.is_empty() && known.tenant >= given.tenant && known.key >= given.key {
+            return Ok(Bound::Already);
         }
         self.transact(Commit::Synced, |change| {
-            change.execute("INSERT INTO installation (id) VALUES (?1)", [installation.0])
+            if found.is_empty() {
+                let insert = "INSERT INTO installation (id, tenant, key) VALUES (?1, 0, 0)";
+                change.execute(insert, [installation.0])?;
+            }
+            let raise = "UPDATE installation SET tenant = max(tenant, ?1), key = max(key, ?2)";
+            change.execute(raise, params![given.tenant, given.key])
         })?;
         self.committed(Commit::Synced);
-        Ok(self.unbound)
+        Ok(if found.is_empty() { self.unbound } else { Bound::Already })
     }
 
-    /// The highest numbers that a request names.
+    /// The highest numbers that the journal knows of: those that requests name, those that deleted ones named, and those that
+    /// [`bind`](Self::bind) was told.
     ///
     /// # Errors
     /// Where the file cannot be read.
     pub fn numbers(&self) -> Result<Numbers, DbError> {
-        let query = "SELECT coalesce(max(tenant), 0), coalesce(max(key), 0) FROM requests";
+        let query = "SELECT coalesce(max(tenant), 0), coalesce(max(key), 0)
+                     FROM (SELECT tenant, key FROM requests UNION ALL SELECT tenant, key FROM installation)";
         let read = |row: &rusqlite::Row<'_>| Ok(Numbers { tenant: row.get(0)?, key: row.get(1)? });
         let mut numbers = rows(&self.db, &self.path, query, [], read)?.pop().unwrap_or_default();
         // One that cannot be read is shown to nobody, whatever its key.
@@ -130,14 +141,21 @@ impl JournalDb {
         over_at: u64,
         most: usize,
     ) -> Result<Vec<(TenantId, i64, RequestId)>, DbError> {
-        rows(
-            &self.db,
-            &self.path,
-            "SELECT tenant, seq, id FROM requests JOIN strangers USING (tenant)
-             WHERE finished_unix IS NULL AND since_unix <= ?1 ORDER BY seq LIMIT ?2",
-            params![over_at as i64, most as i64],
-            |row| Ok((TenantId(row.get(0)?), row.get(1)?, RequestId(row.get(2)?))),
-        )
+        let query = "SELECT tenant, seq, id FROM requests JOIN strangers USING (tenant)
+                     WHERE tenant = ?1 AND finished_unix IS NULL AND since_unix <= ?2 ORDER BY seq LIMIT ?3";
+        let mut found = Vec::new();
+        // The table may still have one that is known by now.
+        for tenant in &self.strangers {
+            let most = most - found.len();
+            found.extend(rows(
+                &self.db,
+                &self.path,
+                query,
+                params![tenant.0, over_at as i64, most as i64],
+                |row| Ok((TenantId(row.get(0)?), row.get(1)?, RequestId(row.get(2)?))),
+            )?);
+        }
+        Ok(found)
     }
 }
 

@@ -124,7 +124,12 @@ pub(crate) const JOURNAL: Migrations = &["
     ALTER TABLE requests ADD COLUMN cached_tokens INTEGER;
 ", "
     -- The installation whose tenants and keys are meant by their numbers: one row, and none before the file was used beside a control.db.
-    CREATE TABLE installation (id BLOB NOT NULL CHECK (length(id) = 16)) STRICT;
+    -- And the highest numbers that are known to have been given, also to those of whom nothing is left.
+    CREATE TABLE installation (
+        id BLOB NOT NULL CHECK (length(id) = 16),
+        tenant INTEGER NOT NULL,
+        key INTEGER NOT NULL
+    ) STRICT;
     -- Tenants that control.db does not know, and since when.
     CREATE TABLE strangers (
         tenant INTEGER PRIMARY KEY,
@@ -132,6 +137,10 @@ pub(crate) const JOURNAL: Migrations = &["
     ) STRICT;
     -- Number of the key that made it, 0 where there was none; NULL where an older pagedd took it: then it stands in the body alone.
     ALTER TABLE requests ADD COLUMN key INTEGER;
+    CREATE TRIGGER numbers_stay AFTER DELETE ON requests BEGIN
+        UPDATE installation SET tenant = max(tenant, old.tenant), key = max(key, coalesce(old.key, 0))
+        WHERE old.tenant > tenant OR coalesce(old.key, 0) > key;
+    END;
 "];
 
 /// Who else may open the file meanwhile.

@@ -143,7 +143,7 @@ impl JournalWriter {
             self.owner = Some((installation, given));
             return Ok(None);
         }
-        match self.db.bind(installation) {
+        match self.db.bind(installation, given) {
             Ok(bound) => Ok(Some(bound)),
             // The next start tries again, and the next append finds out how the disk is.
             Err(DbError::DiskFull { .. } | DbError::ReadOnly { .. }) => Ok(None),
@@ -213,12 +213,12 @@ impl JournalWriter {
         if let Some(state_dir) = &self.absent {
             let mut db = JournalDb::open(state_dir, self.db.fsync())?;
             if let Some((installation, given)) = self.owner {
-                db.bind(installation)?;
                 let kept = db.numbers()?;
                 // Meanwhile they may have been given to others.
                 if kept.tenant > given.tenant || kept.key > given.key {
                     return Err(DbError::Ahead { path: db.path().to_path_buf() });
                 }
+                db.bind(installation, given)?;
             }
             self.db = db;
             self.db.keep_live();

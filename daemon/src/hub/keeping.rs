@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use pagedd_core::TenantId;
 
-use super::{Hub, LEAST_KEPT, Reader};
+use super::{Hub, LEAST_KEPT, Place, Reader};
 
 /// Requests that the journal may be told of at once. Beyond them it keeps them for its own time.
 const MOST_SPENT: usize = 1 << 16;
@@ -14,7 +14,8 @@ const MOST_SPENT: usize = 1 << 16;
 /// What is under way.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Load {
-    /// Requests that were accepted and have not ended. Those of a model that is not there do not count: nothing becomes of them.
+    /// Requests that were accepted and have not ended. Those that nothing becomes of here do not count: their
+    /// model is not there, or has no room for them as it is now.
     pub requests: u32,
     /// Requests that are read, and have not ended or not been sent to their end.
     pub streams: u32,
@@ -36,7 +37,8 @@ impl Hub {
     pub(super) fn load(&self) -> Load {
         let mut load = Load::default();
         for log in self.logs.values() {
-            let live = log.ended.is_none() && !self.unserved.contains_key(&log.model);
+            let goes_on = !matches!(log.place, Place::Held) && !self.unserved.contains_key(&log.model);
+            let live = log.ended.is_none() && goes_on;
             let read = match log.reader {
                 Reader::Attached { sent, .. } => live || (log.ended.is_some() && sent < log.entries.len()),
                 Reader::None { .. } => false,

@@ -10,7 +10,7 @@ use pagedd_engine::StepRecord;
 use pagedd_sched::{Ended, Finished};
 use pagedd_wire::gateway::Entry;
 
-use super::{Hub, Log};
+use super::{Hub, Log, Place};
 use crate::recorder::Told;
 
 impl Hub {
@@ -26,7 +26,7 @@ impl Hub {
         }
         for (request, log) in &mut self.logs {
             let Some(since) = self.unserved.get(&log.model) else { continue };
-            if log.awaits.is_none() || log.ended.is_some() || log.cancelled {
+            if !matches!(log.place, Place::Awaited(_)) || log.ended.is_some() || log.cancelled {
                 continue;
             }
             let reason = if log.cancel_waits {

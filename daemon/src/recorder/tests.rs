@@ -204,6 +204,33 @@ fn what_waits_for_its_tenants_share_is_not_counted() {
 }
 
 #[test]
+fn what_is_too_large_is_held_without_being_counted_unless_its_tenant_was_removed() {
+    let dir = journal([1]);
+    open(dir.path()).append(&[Record::Admission(Arc::new(admission(2, TenantId(9))))], 1).unwrap();
+    run(async {
+        let restored = live(&mut open(dir.path()), &[TENANT, TenantId(9)]).unwrap().live;
+        let misfit = Misfit::Length { tokens: 2, max_model_len: 1 };
+        let misfits: Vec<_> = restored.into_iter().map(|kept| (kept, misfit)).collect();
+        assert_eq!(misfits.len(), 2);
+        let (recorder, mut messages) = recorder(dir.path());
+        let (handle, engine) = inbox(64);
+        recorder.inbox.send(Told::Forget(TenantId(9))).await.unwrap_or_else(|_| panic!("the recorder ended"));
+        hold(misfits, &handle, &recorder.inbox).await;
+        let held: Vec<RequestId> = engine
+            .try_iter()
+            .map(|command| match command {
+                Command::Hold(restored) => restored.request.id,
+                _ => panic!("another command"),
+            })
+            .collect();
+        assert_eq!(held, [id(1)]);
+        assert!(matches!(messages.recv().await, Some(Message::Forget(_))));
+        assert!(matches!(messages.recv().await, Some(Message::Held(request)) if request == id(1)));
+    });
+    assert_eq!(counted(dir.path()), [(id(1), 0)]);
+}
+
+#[test]
 fn a_claim_is_as_long_as_somebody_holds_it() {
     let dir = journal([]);
     run(async {

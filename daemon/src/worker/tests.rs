@@ -1,5 +1,6 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
 
 use pagedd_wire::PROTOCOL;
 use pagedd_wire::worker::{Dtype, KvDtype, KvMemory};
@@ -28,11 +29,10 @@ exec 3<&-
 exec sleep 600
 ";
 
-#[test]
-fn a_worker_is_told_nothing_before_the_one_before_it_is_gone() {
-    let dir = tempfile::tempdir().unwrap();
-    let program = dir.path().join("worker");
-    fs::write(&program, DEAF.replacen('\n', &format!("\ncd {}\n", dir.path().display()), 1)).unwrap();
+/// One whose program is [`DEAF`].
+fn deaf(dir: &Path) -> (WorkerProcess, watch::Receiver<ModelState>) {
+    let program = dir.join("worker");
+    fs::write(&program, DEAF.replacen('\n', &format!("\ncd {}\n", dir.display()), 1)).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let hello = Hello {
         protocol: PROTOCOL,
@@ -57,10 +57,27 @@ fn a_worker_is_told_nothing_before_the_one_before_it_is_gone() {
     };
     let env = vec![("PATH".into(), "/usr/bin:/bin".into())];
     let spec = WorkerSpec { model: "m".to_owned(), program, hello, env };
-    let (state, _states) = watch::channel(ModelState::Loading { permille: 0 });
-    let mut worker = WorkerProcess::new(spec, Arc::new(FdStore::without_manager()), state);
+    let (state, states) = watch::channel(ModelState::Loading { permille: 0 });
+    (WorkerProcess::new(spec, Arc::new(FdStore::without_manager()), state), states)
+}
+
+#[test]
+fn a_worker_is_told_nothing_before_the_one_before_it_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut worker, states) = deaf(dir.path());
     worker.start().unwrap_err();
     let log = fs::read_to_string(dir.path().join("log")).unwrap();
     let expected = ["first"].into_iter().chain(std::iter::repeat_n("gone", TRIES as usize - 1));
     assert_eq!(log.lines().collect::<Vec<_>>(), expected.collect::<Vec<_>>());
+    assert!(matches!(*states.borrow(), ModelState::Failed { .. }));
+}
+
+#[test]
+fn a_model_has_not_failed_whose_worker_does_not_come_up_since_the_daemon_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut worker, states) = deaf(dir.path());
+    worker.reins().end();
+    worker.start().unwrap_err();
+    assert!(matches!(*states.borrow(), ModelState::Loading { .. }));
+    assert_eq!(worker.ends_as(), None);
 }

@@ -288,6 +288,11 @@ pub enum Refusal {
         /// Seconds after which to try again.
         retry_after: u32,
     },
+    /// 503: whether the same [`Idempotency::key`] came before cannot be read.
+    IdempotencyUnknown {
+        /// Seconds after which to try again.
+        retry_after: u32,
+    },
 }
 
 /// New entries of one request: `[from, from + entries.len())` of its log.

@@ -80,7 +80,7 @@ pub struct Gemm {
     one_for_all_rows: bool,
 }
 
-/// Rows are rounded up to a power of two: what lies between two shares an algorithm.
+/// Rows are rounded up to those of a [`bucket`]: what lies between two shares an algorithm.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct Key {
     shape: GemmShape,

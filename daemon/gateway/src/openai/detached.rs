@@ -21,22 +21,28 @@ pub struct Detached {
 }
 
 impl Detached {
-    /// Of a stream whose last event was `last`.
+    /// Of a stream whose last event was `last`; `None` where the request has ended with its tenant.
     #[must_use]
-    pub fn stream(request: RequestId, last: u64, parting: Parting) -> Self {
+    pub fn stream(request: RequestId, last: u64, parting: Parting) -> Option<Self> {
         let path = format!("/v1/requests/{request}/stream");
         let how = format!("go on with GET {path} and the header Last-Event-ID: {last}");
         Self::new(request, last, path, parting, &how)
     }
 
-    /// Of an answer that was to come whole.
+    /// Of an answer that was to come whole; `None` as for a stream.
     #[must_use]
-    pub fn whole(request: RequestId, parting: Parting) -> Self {
+    pub fn whole(request: RequestId, parting: Parting) -> Option<Self> {
         let path = format!("/v1/requests/{request}/stream");
         Self::new(request, 0, path, parting, &format!("ask again with GET /v1/requests/{request}"))
     }
 
-    fn new(request: RequestId, last_event_id: u64, path: String, parting: Parting, how: &str) -> Self {
+    fn new(
+        request: RequestId,
+        last_event_id: u64,
+        path: String,
+        parting: Parting,
+        how: &str,
+    ) -> Option<Self> {
         let message = match parting {
             Parting::Restarting => format!("the server is restarting; the request goes on: {how}"),
             Parting::Moved { port } => {
@@ -47,9 +53,9 @@ impl Detached {
                     "the server goes back to a checkpoint; the request goes on if it was running then: {how}"
                 )
             }
-            Parting::Removed => "the tenant was removed, and the request has ended with it".to_owned(),
+            Parting::Removed => return None,
         };
-        Self { id: request.to_string(), last_event_id, path, message }
+        Some(Self { id: request.to_string(), last_event_id, path, message })
     }
 
     /// In one line.

@@ -272,6 +272,11 @@ impl ApiError {
             Refusal::Closed(closed) => Self::closed(&closed),
             Refusal::IdempotencyConflict => Self::idempotency_conflict(),
             Refusal::IdempotencyBusy { retry_after } => Self::idempotency_busy(retry_after.max(1)),
+            Refusal::IdempotencyUnknown { retry_after } => {
+                let message = "the server cannot read whether this `Idempotency-Key` came before, and takes no request without knowing; \
+                               send it again with the same key";
+                Self::unavailable("idempotency_key_unknown", message, retry_after.max(1))
+            }
         }
     }
 

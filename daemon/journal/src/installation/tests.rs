@@ -75,12 +75,16 @@ fn a_journal_is_of_one_installation_and_the_error_names_both_files() {
     let control = ControlDb::open(one.path()).unwrap();
     let backup = dir();
     control.save(&backup.path().join("control.db")).unwrap();
-    assert_eq!(journal(one.path()).bind(control.installation()).unwrap(), Bound::Made);
-    assert_eq!(journal(one.path()).bind(control.installation()).unwrap(), Bound::Already);
+    assert_eq!(journal(one.path()).bind(control.installation(), Numbers::default()).unwrap(), Bound::Made);
+    assert_eq!(journal(one.path()).bind(control.installation(), Numbers::default()).unwrap(), Bound::Already);
     let restored = ControlDb::open(backup.path()).unwrap();
-    assert_eq!(journal(one.path()).bind(restored.installation()).unwrap(), Bound::Already, "a backup");
+    assert_eq!(
+        journal(one.path()).bind(restored.installation(), Numbers::default()).unwrap(),
+        Bound::Already,
+        "a backup"
+    );
     let stranger = ControlDb::open(other.path()).unwrap().installation();
-    let error = journal(one.path()).bind(stranger).unwrap_err();
+    let error = journal(one.path()).bind(stranger, Numbers::default()).unwrap_err();
     assert!(matches!(error, DbError::OtherInstallation { .. }), "{error:?}");
     for words in ["control.db", "journal.db", "put the control.db back", "move journal.db away"] {
         assert!(error.to_string().contains(words), "{error}");
@@ -100,7 +104,12 @@ fn a_journal_of_an_older_version_is_adopted_and_the_keys_of_its_requests_are_kno
     old.execute("INSERT INTO bodies (request, body) VALUES (1, ?1)", [body]).unwrap();
     drop(old);
     let mut db = journal(dir.path());
-    assert_eq!(db.bind(Installation([7; 16])).unwrap(), Bound::Adopted);
+    let new = db.bind(Installation([8; 16]), Numbers::default()).unwrap_err();
+    assert!(
+        matches!(new, DbError::OtherInstallation { .. }),
+        "a control.db that never had a tenant: {new:?}"
+    );
+    assert_eq!(db.bind(Installation([7; 16]), Numbers { tenant: 1, key: 0 }).unwrap(), Bound::Adopted);
     assert_eq!(db.numbers().unwrap(), Numbers { tenant: 4, key: 6 });
     db.append(&[admit(1, 2, Some(9)), admit(2, 3, None)], NOW).unwrap();
     assert_eq!(db.numbers().unwrap(), Numbers { tenant: 4, key: 9 });
@@ -122,6 +131,38 @@ fn numbers_that_the_journal_names_are_not_given_again() {
     assert_eq!(control.numbers().unwrap(), Numbers { tenant: 5, key: 20 });
     assert_eq!(control.add_tenant(&named("zebra", 8102), None, 1).unwrap().0.id, TenantId(6));
     assert_eq!(control.add_key(TenantId(5), None, &NewKey::draw().unwrap(), 1).unwrap().id, 21);
+}
+
+#[test]
+fn numbers_stay_known_when_nothing_is_left_of_whom_they_named() {
+    let dir = dir();
+    let known = |highest: [u32; 2]| {
+        let [tenant, key] = highest;
+        assert_eq!(journal(dir.path()).numbers().unwrap(), Numbers { tenant, key });
+    };
+    let mut db = journal(dir.path());
+    db.bind(Installation([1; 16]), Numbers { tenant: 3, key: 7 }).unwrap();
+    db.append(&[admit(1, 4, Some(9)), end(1), admit(2, 5, None), admit(3, 6, Some(8))], NOW).unwrap();
+    assert_eq!(db.expire(NOW + 10, &keep(10)).unwrap().requests, [id(1)]);
+    db.delete_tenant(TenantId(6)).unwrap();
+    db.restore(&Snapshot { requests: Vec::new() }).unwrap();
+    assert_eq!(db.tenant_of(id(2)).unwrap(), None);
+    drop(db);
+    known([6, 9]);
+    journal(dir.path()).bind(Installation([1; 16]), Numbers { tenant: 2, key: 11 }).unwrap();
+    known([6, 11]);
+}
+
+#[test]
+fn what_is_live_of_a_tenant_that_is_known_again_stays_also_where_that_could_not_be_written() {
+    let dir = dir();
+    let mut db = journal(dir.path());
+    db.append(&[admit(1, 8, None), admit(2, 9, None)], NOW).unwrap();
+    db.know_tenants(&[], NOW).unwrap();
+    db.db.execute_batch("PRAGMA query_only = 1").unwrap();
+    db.know_tenants(&[TenantId(9)], NOW + 5).unwrap_err();
+    db.db.execute_batch("PRAGMA query_only = 0").unwrap();
+    assert_eq!(db.expire(NOW + 10, &keep(10)).unwrap().requests, [id(1)]);
 }
 
 #[test]
@@ -192,7 +233,7 @@ fn a_file_that_comes_late_is_not_taken_up_where_it_is_anothers_or_names_numbers_
         let dir = dir();
         let (path, away) = (dir.path().join("journal.db"), dir.path().join("away"));
         let mut db = journal(dir.path());
-        db.bind(installation).unwrap();
+        db.bind(installation, Numbers::default()).unwrap();
         db.append(&[admit(1, tenant, None)], NOW).unwrap();
         drop(db);
         fs::rename(&path, &away).unwrap();

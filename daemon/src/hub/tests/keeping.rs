@@ -130,8 +130,17 @@ fn what_is_under_way_is_counted_until_it_has_ended_and_was_sent() {
         finished_unix: None,
         replays: 0,
     };
-    bench.hub.restore(None, kept);
+    bench.hub.restore(None, kept.clone());
     bench.hub.handle(Message::Attach(OWN, live(), 0));
+    assert_eq!(bench.load(), (0, 0));
+    // Nor of one that is too large for its model as it is now.
+    let mut held = kept;
+    held.admission.request = RequestId([5; 16]);
+    bench.hub.restore(Some(ModelId(0)), held);
+    while frames.try_recv().is_ok() {}
+    bench.hub.handle(Message::Attach(OWN, RequestId([5; 16]), 0));
+    assert_eq!(bench.load(), (1, 1), "its engine may have room for it");
+    bench.hub.handle(Message::Held(RequestId([5; 16])));
     assert_eq!(bench.load(), (0, 0));
 }
 
