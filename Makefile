@@ -19,7 +19,7 @@ demo: ## Serve a real model to two tenants, chat with both, compare with the ref
 	@KEEP="$(KEEP)" scripts/demo.sh
 
 .PHONY: test
-test: tools fmt-check lint deny model cuda-kernels build-dev ## Everything that must hold: format, lints, licences, every test
+test: tools fmt-check lint doc deny model cuda-kernels build-dev ## Everything that must hold: format, lints, documentation, licences, every test
 	@$(MAKE) --no-print-directory run-tests
 
 .PHONY: model

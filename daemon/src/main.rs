@@ -8,17 +8,17 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`start`] | from the command line to a running daemon |
-//! | [`bench`] | the engine by itself, measured |
+//! | [`bench`](mod@bench) | the engine by itself, measured |
 //! | [`drain`] | the end of admission, and of the daemon |
 //! | [`daemon`] | the task that owns tenants and control.db, and carries out admin commands |
 //! | [`admin`] | the admin socket |
-//! | [`tenants`] | one tenant: port, share, keys, gateway |
+//! | [`tenants`], [`ports`] | one tenant: port, share, keys, gateway; kept ports by what they are bound to |
 //! | [`gateway`] | a tenant's gateway process: forked, spoken to, replaced |
 //! | [`template`] | a model's template process, which forks gateways |
-//! | [`recorder`] | the journal's thread: durable, then visible |
+//! | [`databases`], [`recorder`] | both databases, opened together; the journal's thread: durable, then visible |
 //! | [`hub`] | delivery: request logs, attachments, cursors |
 //! | [`retention`] | how long what has ended is kept |
-//! | [`model`] | one model: its engine's thread |
+//! | [`model`], [`fit`] | one model: its engine's thread; what of an earlier daemon can go on with it |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
 //! | [`arenas`] | what workers leave behind: arenas, the ledger of the KV arena, the last writer |
 //! | [`blocks`] | KV blocks in files |

@@ -110,7 +110,7 @@ pub fn members(metadata: &Value) -> BTreeSet<String> {
         .collect()
 }
 
-/// Edges inside the workspace that differ from [`EDGES`], and what a process links against [`NEVER`] and [`SERDE`].
+/// Edges inside the workspace that differ from [`EDGES`], and what a process links against `NEVER` and `SERDE`.
 pub fn check(graph: &Graph, members: &BTreeSet<String>) -> Vec<Finding> {
     let mut found = Vec::new();
     for member in members.iter().filter(|m| *m != "pagedd-tests") {

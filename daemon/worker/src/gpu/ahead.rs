@@ -16,7 +16,7 @@ struct Opening {
 
 static OPENING: Mutex<Option<Opening>> = Mutex::new(None);
 
-/// Begins to open GPU `ordinal`. That it fails is said by [`open`].
+/// Begins to open GPU `ordinal`. That it fails is said by `open`.
 pub fn open_ahead(ordinal: u32) {
     let device = thread::Builder::new().name("gpu".to_owned()).spawn(move || Device::open(ordinal as usize));
     // Where there is no thread, both are done when they are needed.
