@@ -83,7 +83,11 @@ bench-cpu: build model ## This server and llama.cpp's on one CPU, in one run (AR
 .PHONY: bench-journal
 bench-journal: build model ## What the journal costs: per step at 256 rows, and in tokens per second at 64 streams (ARGS: of scripts/bench/cpu.py)
 	cargo run --locked --release --package pagedd-journal --example append
-	cargo run --locked --release --package pagedd-tests --example journal
+	cargo build --locked --release --package pagedd-worker --example null
+	cargo build --locked --release --package pagedd-tests --example journal
+	@folder=$$(mktemp -d) && trap "rm -r $$folder" EXIT && mkdir $$folder/examples && cd target/release && \
+	cp pagedd pagedd-gateway pagedctl $$folder && cp examples/null $$folder/pagedd-worker && cp examples/journal $$folder/examples && \
+	$$folder/examples/journal
 	CARGO_TARGET_DIR=$(CURDIR)/target/points cargo build --locked --release $(POINTS) --workspace --bins
 	@python3 scripts/bench/cpu.py --only journal --no-peer --rounds 12 --points $(CURDIR)/target/points/release $(ARGS)
 
