@@ -19,10 +19,20 @@ use sd_notify::NotifyState;
 
 /// Where the manager listens.
 pub(crate) const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
+/// Within how many microseconds the manager wants to hear from the daemon.
+pub(crate) const WATCHDOG_USEC: &str = "WATCHDOG_USEC";
+/// The process that this is meant for, where that is said.
+pub(crate) const WATCHDOG_PID: &str = "WATCHDOG_PID";
 
 /// The start is finished.
 pub fn ready() -> io::Result<()> {
     send(&[NotifyState::Ready])
+}
+
+/// The configuration is being read again; [`ready`] follows. With the clock's time, which newer managers compare with that of their signal.
+pub fn reloading() -> io::Result<()> {
+    let now = NotifyState::monotonic_usec_now()?;
+    send(&[NotifyState::Reloading, now])
 }
 
 /// The daemon shuts down.
