@@ -10,6 +10,8 @@
 //! | [`start`] | from the command line to a running daemon |
 //! | [`bench`](mod@bench) | the engine by itself, measured |
 //! | [`drain`] | the end of admission, and of the daemon |
+//! | [`supervision`], [`watchdog`] | what the service manager is told: how the daemon stands, and that it goes on |
+//! | [`reconfigure`] | the configuration, read again |
 //! | [`daemon`] | the task that owns tenants and control.db, and carries out admin commands |
 //! | [`admin`] | the admin socket |
 //! | [`tenants`], [`ports`] | one tenant: port, share, keys, gateway; kept ports by what they are bound to |
@@ -45,14 +47,17 @@ mod model;
 #[cfg(feature = "failpoints")]
 mod points;
 mod ports;
+mod reconfigure;
 mod recorder;
 mod reload;
 mod retention;
 mod settings;
 mod start;
 mod status;
+mod supervision;
 mod template;
 mod tenants;
+mod watchdog;
 mod worker;
 
 use std::process::ExitCode;
