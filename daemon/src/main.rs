@@ -26,6 +26,7 @@
 //! | [`blocks`] | KV blocks in files |
 //! | [`checkpoint`], [`reload`] | checkpoints by hand, and a start from one |
 //! | [`metrics`], [`status`] | what operators see |
+//! | [`respite`] | how long a daemon waits that follows others which died early |
 //! | [`convert`], [`settings`], [`backoff`], [`child`], `points` | small parts |
 
 mod admin;
@@ -50,6 +51,7 @@ mod ports;
 mod reconfigure;
 mod recorder;
 mod reload;
+mod respite;
 mod retention;
 mod settings;
 mod start;

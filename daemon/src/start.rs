@@ -52,6 +52,7 @@ use crate::ports;
 use crate::reconfigure::{self, Configuration, SetLevel};
 use crate::recorder;
 use crate::reload::{self, Reloaded};
+use crate::respite;
 use crate::retention::Retentions;
 use crate::supervision::{self, Standing};
 use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
@@ -225,6 +226,10 @@ fn run(config: Config, cli: Cli) -> Result<End, Failure> {
         .context("runtime")?;
     let around = surroundings(&config, store.clone(), Watchdog::from_env())?;
     let lifeline = keeper::lifeline();
+    // The keeper waits by itself.
+    if lifeline.is_none() {
+        respite::take(&store);
+    }
     let reloaded = match reload::wanted(&config.state_dir, cli.reload_checkpoint.as_deref())
         .map_err(|e| state(&e))?
     {
@@ -538,6 +543,7 @@ async fn serve(
     let (hub, recorder) = (&hub_sender, &recorder.inbox);
     let ending = Ending { events: &events, hub, recorder, models: &models, threads, parting };
     ending.run(timeout, hurry).await;
+    respite::forget(&store);
     admin.abort();
     info!("pagedd ended");
     Ok(end)
