@@ -87,6 +87,7 @@ impl AdminSocket {
     /// Serves until `events`, which takes the orders, is closed.
     pub async fn run(self, events: mpsc::Sender<Event>) {
         let places = std::sync::Arc::new(Semaphore::new(CONNECTIONS));
+        let ours = self.ours;
         loop {
             let Ok(place) = places.clone().acquire_owned().await else { return };
             let accepted = tokio::select! {
@@ -97,7 +98,9 @@ impl AdminSocket {
                 Ok((stream, _)) => {
                     let events = events.clone();
                     tokio::spawn(async move {
-                        if let Err(error) = serve(stream, &events).await {
+                        // Who may connect to the manager's is said by its unit.
+                        let refusal = if ours { allowed(&stream).err() } else { None };
+                        if let Err(error) = serve(stream, refusal, &events).await {
                             info!(%error, "admin connection");
                         }
                         drop(place);
@@ -159,8 +162,11 @@ impl Drop for AdminSocket {
     }
 }
 
-async fn serve(stream: UnixStream, events: &mpsc::Sender<Event>) -> io::Result<()> {
-    let refusal = allowed(&stream).err();
+async fn serve(
+    stream: UnixStream,
+    refusal: Option<ControlError>,
+    events: &mpsc::Sender<Event>,
+) -> io::Result<()> {
     let (reader, mut writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
     let mut line = Vec::new();
@@ -202,8 +208,8 @@ async fn answer(line: &[u8], events: &mpsc::Sender<Event>) -> Response {
     answered.await.unwrap_or_else(|_| ending())
 }
 
-/// Root and the daemon's own user may give orders. The socket's file mode lets in its group as well; the peer's credentials
-/// decide.
+/// Root and the daemon's own user may give orders on a socket that the daemon made. Its file mode lets in its group as well, which may be
+/// anybody's; the peer's credentials decide.
 fn allowed(stream: &UnixStream) -> Result<(), ControlError> {
     let not_allowed = |message: String| {
         ControlError::new(ErrorCode::NotAllowed, message)
