@@ -2,7 +2,7 @@
 
 use crate::context::{Context, Environment, Outcome};
 use crate::failure::{self, Failure};
-use crate::{checkpoint, completions, config_check, drain, key, metrics, plan, status, tenant};
+use crate::{checkpoint, completions, config_check, drain, key, metrics, plan, reload, status, tenant};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -35,6 +35,8 @@ enum Top {
     Drain(drain::Args),
     /// Take requests again
     Undrain,
+    /// Have the daemon read its configuration file again, as SIGHUP does; says what takes effect, and when
+    Reload,
     /// Show the daemon, its models and its tenants
     Status,
     /// Print metrics in Prometheus' text format
@@ -136,6 +138,7 @@ fn dispatch(cli: Cli, environment: &Environment) -> Result<String, Failure> {
         Top::Key(Key::Revoke(args)) => key::revoke::run(&args, &context),
         Top::Drain(args) => drain::run(&args, &context),
         Top::Undrain => drain::undo(&context),
+        Top::Reload => reload::run(&context),
         Top::Status => status::run(&context),
         Top::Metrics => metrics::run(&context),
         Top::Checkpoint(Checkpoint::Save(args)) => checkpoint::save::run(&args, &context),

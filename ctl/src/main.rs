@@ -13,6 +13,7 @@ mod failure;
 mod key;
 mod metrics;
 mod plan;
+mod reload;
 mod show;
 mod status;
 mod table;

@@ -2,6 +2,7 @@
 
 use crate::context::Context;
 use crate::failure::Failure;
+use crate::reload::note;
 use crate::show::{admission, age, bytes, model_state, or_unknown, uptime};
 use crate::table::{Align::Left, Align::Right, Table, fields};
 use crate::tenant::list;
@@ -18,7 +19,10 @@ pub fn run(context: &Context) -> Result<String, Failure> {
 fn render(status: &StatusInfo) -> String {
     let daemon = fields(&[
         ("pagedd", format!("{}, pid {}, up {}", status.version, status.pid, uptime(status.uptime_s))),
-        ("config", status.config.clone().unwrap_or_else(|| "defaults".to_owned())),
+        (
+            "config",
+            status.config.clone().unwrap_or_else(|| "defaults".to_owned()) + &note(status.reload.as_ref()),
+        ),
         ("state", status.state_dir.clone()),
         ("supervisor", status.supervisor.as_str().to_owned()),
         ("admission", admission(&status.drain)),

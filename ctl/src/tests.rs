@@ -367,6 +367,7 @@ fn status() -> StatusInfo {
         uptime_s: 93_784,
         state_dir: "/var/lib/pagedd".to_owned(),
         config: None,
+        reload: None,
         walls: Walls::Reduced { reason: "no cgroup v2".to_owned() },
         durable: Durable::No { reason: "no space left".to_owned(), since_unix: 1, records: 3 },
         supervisor: Supervisor::Keeper,
@@ -427,9 +428,32 @@ TENANT  STATE  PORT  MODEL    KV FLOOR  KV CEILING  HELD  CACHED  RUNNING  WAITI
 acme    ready  8101  smollm2       20%         50%     7       9        1        2     1  on         4242
 "
     );
+    let reload = |outcome| Some(ReloadInfo { at_unix: 9, outcome });
+    let refused = reload(ReloadOutcome::Refused { error: "/p.yaml:1:1: x".to_owned() });
+    let (_, text) = done("status", Reply::Status(StatusInfo { reload: refused, ..status() }));
+    let line =
+        "config      defaults; as it is now it is refused, and the one before in force: /p.yaml:1:1: x\n";
+    assert!(text.contains(line), "{text}");
+    let later = reload(ReloadOutcome::Applied { now: vec![], later: vec!["listen".to_owned()] });
+    let (_, text) = done("status", Reply::Status(StatusInfo { reload: later, ..status() }));
+    assert!(text.contains("config      defaults; at the next restart: listen\n"), "{text}");
     let bare = StatusInfo { models: vec![], tenants: vec![], ..status() };
     let (_, text) = done("status", Reply::Status(bare));
     assert!(text.ends_with("\n\nno models\n\nno tenants\n"), "{text}");
+}
+
+#[test]
+fn a_reload_says_what_takes_effect_and_when() {
+    let settings = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let applied = |now: &[&str], later: &[&str]| {
+        let outcome = ReloadOutcome::Applied { now: settings(now), later: settings(later) };
+        Reply::Reloaded(ReloadInfo { at_unix: 9, outcome })
+    };
+    let (command, text) = done("reload", applied(&["log.level", "retention"], &["listen"]));
+    assert_eq!(command, Command::Reload);
+    assert_eq!(text, "now: log.level, retention\nat the next restart: listen\n");
+    let (_, text) = done("reload", applied(&[], &[]));
+    assert_eq!(text, "the configuration was read again; nothing has changed\n");
 }
 
 #[test]

@@ -5,10 +5,12 @@
 
 use std::io;
 use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixListener as StdListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use pagedd_control::{Command, ControlError, ErrorCode, MAX_REQUEST_LINE, Response, decode_request, encode};
+use pagedd_host::fdstore::FdStore;
 use pagedd_host::net::is_answered;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
@@ -34,13 +36,43 @@ pub struct Order {
     pub answer: oneshot::Sender<Response>,
 }
 
-/// The listening socket; its file goes with it.
+/// What the service manager calls the socket that it listens on in the daemon's place.
+const SOCKET: &str = "admin";
+
+/// The listening socket.
 pub struct AdminSocket {
     listener: UnixListener,
     path: PathBuf,
+    /// Whether its file goes with it: one of the service manager's stays.
+    ours: bool,
 }
 
 impl AdminSocket {
+    /// The socket that the service manager listens on, or else one that is bound to `path`.
+    ///
+    /// # Errors
+    /// What the manager passed is no such socket; or as [`bind`](Self::bind).
+    pub fn open(store: &FdStore, path: &Path) -> io::Result<Self> {
+        let Some(passed) = store.take_socket(SOCKET) else { return Self::bind(path) };
+        let listener = StdListener::from(passed);
+        let address = listener.local_addr()?;
+        let Some(bound) = address.as_pathname().map(Path::to_owned) else {
+            return Err(io::Error::other(
+                "the service manager's socket `admin` has no path: give its unit a ListenStream= with one",
+            ));
+        };
+        if bound != path {
+            info!(socket = %bound.display(), admin_socket = %path.display(), "the service manager's admin socket goes before the configured one");
+        }
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener: UnixListener::from_std(listener)?, path: bound, ours: false })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Binds the socket, replacing one that an earlier daemon left and on which nobody answers.
     ///
     /// # Errors
@@ -49,12 +81,13 @@ impl AdminSocket {
         clear(path)?;
         let listener = UnixListener::bind(path)?;
         std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o660))?;
-        Ok(Self { listener, path: path.to_owned() })
+        Ok(Self { listener, path: path.to_owned(), ours: true })
     }
 
     /// Serves until `events`, which takes the orders, is closed.
     pub async fn run(self, events: mpsc::Sender<Event>) {
         let places = std::sync::Arc::new(Semaphore::new(CONNECTIONS));
+        let ours = self.ours;
         loop {
             let Ok(place) = places.clone().acquire_owned().await else { return };
             let accepted = tokio::select! {
@@ -65,7 +98,9 @@ impl AdminSocket {
                 Ok((stream, _)) => {
                     let events = events.clone();
                     tokio::spawn(async move {
-                        if let Err(error) = serve(stream, &events).await {
+                        // Who may connect to the manager's is said by its unit.
+                        let refusal = if ours { allowed(&stream).err() } else { None };
+                        if let Err(error) = serve(stream, refusal, &events).await {
                             info!(%error, "admin connection");
                         }
                         drop(place);
@@ -119,14 +154,19 @@ fn is_gone(path: &Path) -> io::Result<bool> {
 
 impl Drop for AdminSocket {
     fn drop(&mut self) {
-        if let Err(error) = std::fs::remove_file(&self.path) {
+        if self.ours
+            && let Err(error) = std::fs::remove_file(&self.path)
+        {
             warn!(%error, path = %self.path.display(), "admin socket's file stays");
         }
     }
 }
 
-async fn serve(stream: UnixStream, events: &mpsc::Sender<Event>) -> io::Result<()> {
-    let refusal = allowed(&stream).err();
+async fn serve(
+    stream: UnixStream,
+    refusal: Option<ControlError>,
+    events: &mpsc::Sender<Event>,
+) -> io::Result<()> {
     let (reader, mut writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
     let mut line = Vec::new();
@@ -168,8 +208,8 @@ async fn answer(line: &[u8], events: &mpsc::Sender<Event>) -> Response {
     answered.await.unwrap_or_else(|_| ending())
 }
 
-/// Root and the daemon's own user may give orders. The socket's file mode lets in its group as well; the peer's credentials
-/// decide.
+/// Root and the daemon's own user may give orders on a socket that the daemon made. Its file mode lets in its group as well, which may be
+/// anybody's; the peer's credentials decide.
 fn allowed(stream: &UnixStream) -> Result<(), ControlError> {
     let not_allowed = |message: String| {
         ControlError::new(ErrorCode::NotAllowed, message)

@@ -23,6 +23,7 @@ use pagedd_core::said;
 use pagedd_host::fdstore::FdStore;
 
 use crate::start::{lock_gpus, start_log, surroundings};
+use crate::watchdog::Watchdog;
 use cases::Bench;
 use load::Draw;
 pub use options::Options;
@@ -51,7 +52,7 @@ pub fn main(options: &Options) -> ExitCode {
         Err(failure) => return fail(failure.exit, &failure.message),
     };
     pagedd_host::memory::use_one_heap();
-    start_log(&config);
+    drop(start_log(&config));
     // Without the engine's thread nothing would ever come.
     std::panic::set_hook(Box::new(|panic| {
         eprintln!("pagedd bench: {panic}");
@@ -77,7 +78,7 @@ fn checked(case: &Case) -> Result<Config, String> {
 }
 
 fn run(case: &Case, config: &Config) -> anyhow::Result<()> {
-    let around = surroundings(config, Arc::new(FdStore::without_manager()))?;
+    let around = surroundings(config, Arc::new(FdStore::without_manager()), Watchdog::unwatched())?;
     let mut paper = Paper::new(case);
     for model in config.models.iter().flat_map(|model| case.models(model)) {
         let limit = Duration::from_secs(case.run().limit.into());

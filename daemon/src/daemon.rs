@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_control::{
-    Command, ControlError, DrainState, Durable, ErrorCode, KeyInfo, KeyListed, MetricsText, Reply,
+    Command, ControlError, DrainState, Durable, ErrorCode, KeyInfo, KeyListed, MetricsText, ReloadInfo, Reply,
     StatusInfo, Supervisor, TenantInfo, TenantListed, TenantSet, TenantShown, Walls,
 };
 use pagedd_core::{FinishReason, ModelId};
@@ -25,11 +25,16 @@ use crate::convert;
 use crate::fit::{Misfit, is_of_another_model, misfit};
 use crate::hub::Message;
 use crate::model::Model;
+use crate::reconfigure::Configuration;
 use crate::recorder::{self, Told};
 use crate::status;
+use crate::supervision::Standing;
 use crate::tenants::{Tenant, TenantShop, Unserved};
+use crate::watchdog::Pulse;
 use crate::worker::ModelState;
 
+/// An event that takes longer hangs: each of its parts has a bound of seconds.
+const LONGEST_EVENT: Duration = Duration::from_mins(5);
 /// New requests wait no longer for those of an earlier daemon. Only one that a daemon ended with can take so long.
 const LONGEST_CLOSED: Duration = Duration::from_secs(20);
 /// Between two tries to tell an engine of a tenant's share.
@@ -75,6 +80,14 @@ pub struct Daemon {
     pub readmitted: BTreeSet<ModelId>,
     /// Whether it admits requests.
     pub drain: DrainState,
+    /// The configuration in force.
+    pub configuration: Arc<Configuration>,
+    /// What became of the last order to read it again.
+    pub reload: Option<ReloadInfo>,
+    /// Told how the daemon stands.
+    pub standing: watch::Sender<Standing>,
+    /// Shows that this task goes on.
+    pub pulse: Pulse,
 }
 
 /// What the daemon's task is told.
@@ -85,6 +98,8 @@ pub enum Event {
     ModelReady(ModelId),
     /// Its requests of an earlier daemon are in its engine.
     Readmitted(ModelId),
+    /// The configuration is to be read again.
+    Reload,
     /// The daemon goes down: nothing more is admitted, and what runs may go on for so long.
     Stopping(Duration),
     /// Every gateway ends and says why; the sender learns when all have.
@@ -136,7 +151,11 @@ pub fn db_error(error: &DbError) -> ControlError {
 impl Daemon {
     /// Obeys until every sender is gone.
     pub async fn run(mut self, mut events: mpsc::Receiver<Event>) {
-        while let Some(event) = events.recv().await {
+        loop {
+            self.show();
+            self.pulse.idle();
+            let Some(event) = events.recv().await else { return };
+            self.pulse.busy(LONGEST_EVENT);
             match event {
                 Event::Order(Order { command: Command::Checkpoint(command), answer }) => {
                     tokio::spawn(self.checkpoints.clone().obey(command, answer));
@@ -155,6 +174,8 @@ impl Daemon {
                 Event::Readmitted(model) => {
                     self.of_model(model).for_each(|tenant| tenant.set_readmitting(false));
                 }
+                // The log and the manager hear what came of it.
+                Event::Reload => drop(self.reload().await),
                 Event::Stopping(timeout) => self.stopping(timeout),
                 Event::Shutdown(parting, done) => {
                     let tenants = std::mem::take(&mut self.tenants);
@@ -168,6 +189,16 @@ impl Daemon {
                 }
             }
         }
+    }
+
+    /// Has the service manager shown how the daemon stands.
+    fn show(&self) {
+        let now = Standing { tenants: self.tenants.len(), drain: self.drain, reload: self.reload.clone() };
+        self.standing.send_if_modified(|standing| {
+            let changed = *standing != now;
+            *standing = now;
+            changed
+        });
     }
 
     async fn obey(&mut self, command: Command) -> Result<Reply, ControlError> {
@@ -191,6 +222,7 @@ impl Daemon {
             Command::Drain(drain) => Reply::Drain(self.drain(drain).await?),
             Command::Undrain => Reply::Drain(self.undrain().await?),
             Command::Status => Reply::Status(self.status().await),
+            Command::Reload => Reply::Reloaded(self.reload().await?),
             Command::Checkpoint(_) => unreachable!("see `run`"),
             Command::Metrics => {
                 let drain = self.drain_info().await;
@@ -208,6 +240,7 @@ impl Daemon {
             uptime_s: self.facts.start.elapsed().as_secs(),
             state_dir: self.facts.state_dir.display().to_string(),
             config: self.facts.config.as_ref().map(|path| path.display().to_string()),
+            reload: self.reload.clone(),
             walls: self.facts.walls.clone(),
             durable: durable(&self.durability.borrow()),
             supervisor: self.facts.supervisor,

@@ -97,7 +97,7 @@ fn stopping() -> ControlError {
 }
 
 /// What is under way; `None` where the hub is too busy to say.
-async fn load(hub: &mpsc::Sender<Message>) -> Option<Load> {
+pub async fn load(hub: &mpsc::Sender<Message>) -> Option<Load> {
     let (sender, answer) = oneshot::channel();
     let asked = async {
         hub.send(Message::Load(sender)).await.ok()?;

@@ -70,6 +70,8 @@ pub struct TenantFacts {
     pub misfit: Option<String>,
     /// Requests of an earlier daemon enter before new ones.
     pub readmitting: bool,
+    /// Limits.
+    pub limits: GatewayLimits,
 }
 
 /// Whether a gateway goes, and the daemon with it.
@@ -100,7 +102,7 @@ pub enum GatewayState {
 }
 
 /// Limits that every gateway gets.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GatewayLimits {
     /// Largest request body, in bytes.
     pub max_body: u64,
@@ -134,8 +136,6 @@ pub struct GatewayTask {
     pub recorder: mpsc::Sender<Told>,
     /// Answers metrics queries.
     pub exporter: Exporter,
-    /// Limits.
-    pub limits: GatewayLimits,
     /// Why the gateway that runs has neither tokenizer nor chat template.
     pub broken: Option<String>,
 }
@@ -161,6 +161,17 @@ enum Ended {
     Gateway(String),
     /// The tenant was removed, or the daemon goes down; whether the gateway has let the time pass that it had for its end.
     Us { late: bool },
+}
+
+impl From<pagedd_config::Gateway> for GatewayLimits {
+    fn from(config: pagedd_config::Gateway) -> Self {
+        Self {
+            max_body: config.max_body.0,
+            max_connections: config.max_connections,
+            header_timeout_ms: config.header_timeout.as_millis() as u32,
+            idle_timeout_ms: config.idle_timeout.as_millis() as u32,
+        }
+    }
 }
 
 impl GatewayTask {
@@ -259,6 +270,7 @@ impl GatewayTask {
         outbox: &mpsc::Sender<ToGateway>,
     ) -> Ended {
         let mut model_state = self.model.state.clone();
+        let mut live = self.model.live.subscribe();
         let mut model_lives = true;
         let (waiting, mut waited) = mpsc::channel(CLAIM_WAITERS);
         let mut buffer = FrameBuffer::new();
@@ -295,6 +307,8 @@ impl GatewayTask {
                     // An engine that ended has left its last state: the port goes on to say why.
                     model_lives = changed.is_ok();
                 }
+                // Its sender lives as long as the model.
+                Ok(()) = live.changed() => {}
                 Some(asked) = waited.recv() => {
                     if let Err(e) = self.ask(connection, asked, &waiting, outbox).await {
                         return Ended::Gateway(e);
@@ -507,12 +521,12 @@ impl GatewayTask {
             since: self.model.since,
             max_model_len: info.map_or(0, |info| info.max_model_len),
             vocab_size: info.map_or(0, |info| info.vocab_size),
-            default_max_tokens: self.model.default_max_tokens,
+            default_max_tokens: self.model.live.borrow().default_max_tokens,
             max_n: MAX_N,
-            max_body: self.limits.max_body,
-            max_connections: self.limits.max_connections,
-            header_timeout_ms: self.limits.header_timeout_ms,
-            idle_timeout_ms: self.limits.idle_timeout_ms,
+            max_body: facts.limits.max_body,
+            max_connections: facts.limits.max_connections,
+            header_timeout_ms: facts.limits.header_timeout_ms,
+            idle_timeout_ms: facts.limits.idle_timeout_ms,
             keys: facts.keys.clone(),
             closed: self.closed(facts, state),
         }

@@ -131,6 +131,8 @@ pub enum Message {
     Snapshot(oneshot::Sender<Snapshot>),
     /// How long a tenant's requests are kept after their end; `None` is as long as others'.
     Retain(TenantId, Option<Duration>),
+    /// How long logs and orphans live from now on.
+    Limits(Limits),
     /// Requests that are kept no longer, before the journal's time for them is over, since this was asked last.
     Spent(oneshot::Sender<Vec<RequestId>>),
     /// What is under way.
@@ -393,6 +395,7 @@ impl Hub {
                 self.retentions.set(tenant, None);
             }
             Message::Retain(tenant, own) => self.retentions.set(tenant, own),
+            Message::Limits(limits) => self.configure(limits),
             Message::Hold => self.hold(),
             // Who asked for these is there, or the daemon ends.
             Message::Spent(answer) => drop(answer.send(std::mem::take(&mut self.spent))),

@@ -10,6 +10,8 @@
 //! | [`start`] | from the command line to a running daemon |
 //! | [`bench`](mod@bench) | the engine by itself, measured |
 //! | [`drain`] | the end of admission, and of the daemon |
+//! | [`supervision`], [`watchdog`] | what the service manager is told: how the daemon stands, and that it goes on |
+//! | [`reconfigure`] | the configuration, read again |
 //! | [`daemon`] | the task that owns tenants and control.db, and carries out admin commands |
 //! | [`admin`] | the admin socket |
 //! | [`tenants`], [`ports`] | one tenant: port, share, keys, gateway; kept ports by what they are bound to |
@@ -24,6 +26,7 @@
 //! | [`blocks`] | KV blocks in files |
 //! | [`checkpoint`], [`reload`] | checkpoints by hand, and a start from one |
 //! | [`metrics`], [`status`] | what operators see |
+//! | [`respite`] | how long a daemon waits that follows others which died early |
 //! | [`convert`], [`settings`], [`backoff`], [`child`], `points` | small parts |
 
 mod admin;
@@ -45,14 +48,18 @@ mod model;
 #[cfg(feature = "failpoints")]
 mod points;
 mod ports;
+mod reconfigure;
 mod recorder;
 mod reload;
+mod respite;
 mod retention;
 mod settings;
 mod start;
 mod status;
+mod supervision;
 mod template;
 mod tenants;
+mod watchdog;
 mod worker;
 
 use std::process::ExitCode;

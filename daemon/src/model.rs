@@ -19,8 +19,9 @@ use pagedd_engine::{
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::shared::SharedMemory;
 use pagedd_kv::Ledger;
-use pagedd_sched::{AdmitError, PolicyKind, Scheduler, SchedulerConfig};
+use pagedd_sched::{AdmitError, PolicyKind, Scheduler, SchedulerConfig, Tuning};
 use pagedd_wire::worker::{Device, MOST_DRAFTS, MOST_IN_FLIGHT, ModelInfo};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
 use tracing::{error, info, warn};
 
@@ -30,7 +31,13 @@ use crate::hub::Ticket;
 use crate::recorder::Told;
 use crate::settings;
 use crate::template::{TemplateHandle, TemplateSpec};
+use crate::watchdog::{Pulse, Watchdog};
 use crate::worker::{Environment, ModelState, WorkerProcess, WorkerSpec};
+
+/// A journal that takes nothing for so long hangs. A slow disk is no reason to start the daemon anew on it.
+const JOURNAL_BEHIND: Duration = Duration::from_mins(10);
+/// An arena is filled from disk at so many bytes a second at least.
+const SLOWEST_FILL: u64 = 16 << 20;
 
 /// Commands that may wait for an engine: a step's worth of submissions and cancels.
 pub const INBOX: usize = 4096;
@@ -43,10 +50,10 @@ pub struct Model {
     pub name: String,
     /// Its file or directory.
     pub path: PathBuf,
-    /// Its settings.
+    /// Its settings at the daemon's start.
     pub config: Settings,
-    /// Most output tokens where a chat request names none.
-    pub default_max_tokens: Option<u32>,
+    /// Those of them that may change meanwhile, as they are now.
+    pub live: watch::Sender<Live>,
     /// Unix seconds of the daemon's start.
     pub since: u64,
     /// The way into its engine.
@@ -63,6 +70,29 @@ pub struct Model {
     pub shelf: Arc<OnceLock<Shelf>>,
     /// Zero of its engine's clock.
     start: Instant,
+}
+
+/// What of a model's settings takes effect while it runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Live {
+    /// Most output tokens where a chat request names none.
+    pub default_max_tokens: Option<u32>,
+    /// What its engine goes by.
+    pub tuning: Tuning,
+}
+
+impl Live {
+    /// Of these settings.
+    pub fn of(config: &Settings) -> Self {
+        Self {
+            default_max_tokens: config.default_max_tokens.map(|tokens| tokens.0),
+            tuning: Tuning {
+                max_queued_requests: config.max_queued_requests,
+                itl_target_us: config.itl_target.map(|target| target.as_micros() as u64),
+                prompt_lookup: config.prompt_lookup,
+            },
+        }
+    }
 }
 
 /// A model whose worker loads, and whose engine waits for what the databases say.
@@ -93,6 +123,8 @@ pub struct Surroundings {
     pub store: Arc<FdStore>,
     /// Environment of children.
     pub env: Environment,
+    /// Expects signs of every engine's thread.
+    pub watchdog: Arc<Watchdog>,
 }
 
 /// Starts a model's thread. It loads at once.
@@ -109,12 +141,13 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
     })?;
     let start = Instant::now();
     let worker = worker(config, around, state_sender);
+    let pulse = worker.pulse();
     let model = Arc::new(Model {
         id,
         name: name.clone(),
         path: config.path.clone(),
         config: config.clone(),
-        default_max_tokens: config.default_max_tokens.map(|tokens| tokens.0),
+        live: watch::Sender::new(Live::of(config)),
         since: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs(),
         engine,
         state,
@@ -127,7 +160,8 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
     let (go, waiting) = sync_channel(1);
     let (config, shelf) = (config.clone(), model.shelf.clone());
     let thread = thread::Builder::new().name(format!("engine-{name}")).spawn(move || {
-        run(worker, &config, &waiting, &shelf, commands, StatsObserver(stats_sender), start);
+        let observer = StatsObserver { stats: stats_sender, pulse };
+        run(worker, &config, &waiting, &shelf, commands, observer, start);
     })?;
     Ok(Started { model, thread, go })
 }
@@ -140,7 +174,8 @@ pub fn worker(config: &Settings, around: &Surroundings, state: watch::Sender<Mod
         hello: settings::hello(config),
         env: around.env.iter().cloned().chain(settings::device_env(config.device)).collect(),
     };
-    WorkerProcess::new(spec, around.store.clone(), state)
+    let pulse = around.watchdog.pulse(format!("engine-{}", spec.model));
+    WorkerProcess::new(spec, around.store.clone(), state, pulse)
 }
 
 /// What an engine needs of a worker that is up.
@@ -194,6 +229,8 @@ fn run(
             "max_model_len is above the model's own context, which is what holds"
         );
     }
+    let pulse = worker.pulse();
+    pulse.idle();
     // Where nothing comes, the daemon does not start.
     let Ok(Go { cache_key, recorder, seed }) = go.recv() else { return };
     let engine_config = engine_config(&worker);
@@ -204,9 +241,10 @@ fn run(
         plans = engine_config.depth,
         "engine runs"
     );
+    pulse.busy(Duration::from_secs(60 + u64::from(info.blocks) * info.block_bytes / SLOWEST_FILL));
     let Loaded { scheduler, ledger } = load(&mut worker, config, &info, cache_key, &seed);
     drop(seed);
-    let journal = RecorderJournal { recorder };
+    let journal = RecorderJournal { recorder, pulse };
     let mut engine = Engine::new(engine_config, commands, scheduler, worker, journal, observer, start);
     if let Some((ledger, copies)) = ledger {
         shelf.get_or_init(|| copies);
@@ -238,13 +276,14 @@ fn depth(device: Device) -> usize {
 }
 
 fn scheduler_config(config: &Settings, info: &ModelInfo, cache_key: [u8; 32]) -> SchedulerConfig {
+    let Tuning { max_queued_requests, itl_target_us, prompt_lookup } = Live::of(config).tuning;
     SchedulerConfig {
         block_size: Tokens(info.block_size),
         capacity: Blocks(info.blocks),
         max_num_seqs: config.max_num_seqs,
         max_num_batched_tokens: config.max_num_batched_tokens,
         max_model_len: Tokens(info.max_model_len),
-        max_queued_requests: config.max_queued_requests,
+        max_queued_requests,
         policy: match config.policy {
             Policy::Fcfs => PolicyKind::Fcfs,
         },
@@ -252,8 +291,8 @@ fn scheduler_config(config: &Settings, info: &ModelInfo, cache_key: [u8; 32]) ->
         weight_digest: info.digest,
         prefix_cache: config.prefix_cache,
         cost: info.cost.into(),
-        itl_target_us: config.itl_target.map(|target| target.as_micros() as u64),
-        prompt_lookup: config.prompt_lookup,
+        itl_target_us,
+        prompt_lookup,
         max_drafts: MOST_DRAFTS,
     }
 }
@@ -268,12 +307,18 @@ impl Model {
 /// An engine's way into the journal.
 struct RecorderJournal {
     recorder: mpsc::Sender<Told>,
+    pulse: Pulse,
 }
 
 impl RecorderJournal {
     fn tell(&self, told: Told) {
-        // The recorder ends only with the daemon.
-        drop(self.recorder.blocking_send(told));
+        match self.recorder.try_send(told) {
+            Err(TrySendError::Full(told)) => {
+                self.pulse.within(JOURNAL_BEHIND, || drop(self.recorder.blocking_send(told)));
+            }
+            // The recorder ends only with the daemon.
+            Ok(()) | Err(TrySendError::Closed(_)) => {}
+        }
     }
 }
 
@@ -293,10 +338,17 @@ impl Journal for RecorderJournal {
     }
 }
 
-struct StatsObserver(watch::Sender<EngineStats>);
+struct StatsObserver {
+    stats: watch::Sender<EngineStats>,
+    pulse: Pulse,
+}
 
 impl Observer for StatsObserver {
     fn observe(&mut self, stats: EngineStats) {
-        self.0.send_replace(stats);
+        self.stats.send_replace(stats);
+    }
+
+    fn turned(&mut self) {
+        self.pulse.turn();
     }
 }

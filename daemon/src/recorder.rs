@@ -28,7 +28,7 @@ use tracing::{error, info, warn};
 
 use crate::convert;
 use crate::fit::Misfit;
-use crate::hub::{ConnectionId, Message, Ticket};
+use crate::hub::{ConnectionId, Limits, Message, Ticket};
 use crate::retention::Retentions;
 
 /// What may wait for the recorder. An engine that finds it full waits: its tokens would not be visible anyway.
@@ -81,6 +81,8 @@ pub enum Told {
     Forget(TenantId),
     /// How long a tenant's requests are kept after their end; `None` is as long as others'.
     Retain(TenantId, Option<Duration>),
+    /// How long requests are kept of tenants that have no time of their own, and those whose clients may come back.
+    Limits(Limits),
     /// All that is committed is to be copied to this new file, at one moment; the answer says why it was not.
     Save(PathBuf, oneshot::Sender<Result<(), String>>),
     /// Nothing more comes; the answer comes once everything is on disk.
@@ -526,6 +528,12 @@ impl Work {
                 let soon = Instant::now() + self.expire_every();
                 self.expire_at = self.expire_at.map(|at| at.min(soon));
                 drop(self.hub.send(Message::Retain(tenant, own)).await);
+            }
+            Told::Limits(limits) => {
+                self.retention.configure(limits.retention, limits.reattach_grace);
+                let soon = Instant::now() + self.expire_every();
+                self.expire_at = self.expire_at.map(|at| at.min(soon));
+                drop(self.hub.send(Message::Limits(limits)).await);
             }
             Told::Save(file, answer) => {
                 let saved = match self.writer.durability() {

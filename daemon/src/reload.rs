@@ -15,10 +15,13 @@ use std::io::{self, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use pagedd_config::Config;
 use pagedd_core::{ModelId, said};
+use pagedd_host::notify;
 use pagedd_journal::checkpoint::{Checkpoint, SavedModel, finish_restore};
+use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use crate::arenas::ledger_name;
@@ -29,6 +32,10 @@ use crate::ports;
 use crate::recorder::unix;
 use crate::worker::ModelState;
 
+/// Between two looks at models that load.
+const LOOK: Duration = Duration::from_secs(10);
+/// A checkpoint is read at so many bytes a second at least.
+const SLOWEST_READ: u64 = 16 << 20;
 /// The command line's flag.
 const FLAG: &str = "--reload-checkpoint";
 /// Has the path of the checkpoint that the next start is to take up.
@@ -135,13 +142,13 @@ async fn take_up(
     path: &Path,
     reloaded: &mut Reloaded,
 ) -> Result<PathBuf, String> {
+    start_takes(Duration::from_secs(60 + bytes_below(path) / SLOWEST_READ));
     let checkpoint = whole(path).map_err(|error| error.message)?;
     reloaded.models = start_models(config, around).map_err(|error| said(error.as_ref()))?;
     let mut here = Vec::new();
     for Started { model, .. } in &reloaded.models {
         let mut state = model.state.clone();
-        let known = |state: &ModelState| matches!(state, ModelState::Ready(_) | ModelState::Failed { .. });
-        let state = state.wait_for(known).await.map_err(|_| "an engine's thread has ended".to_owned())?;
+        let state = loaded(&mut state).await.map_err(|_| "an engine's thread has ended".to_owned())?;
         match &*state {
             ModelState::Ready(ready) => here.push(identity(model, &ready.info)),
             ModelState::Failed { error } => {
@@ -156,6 +163,35 @@ async fn take_up(
     let aside = checkpoint.put_in_place(&config.state_dir, unix()).map_err(|error| error.to_string())?;
     reloaded.checkpoint = Some(checkpoint);
     Ok(aside)
+}
+
+/// Waits until it is known whether a model serves. Its load has bounds of its own; for as long the service manager is told that the start goes on.
+async fn loaded(
+    state: &mut watch::Receiver<ModelState>,
+) -> Result<watch::Ref<'_, ModelState>, watch::error::RecvError> {
+    let known = |state: &ModelState| matches!(state, ModelState::Ready(_) | ModelState::Failed { .. });
+    while tokio::time::timeout(LOOK, state.wait_for(known)).await.is_err() {
+        start_takes(2 * LOOK);
+    }
+    state.wait_for(known).await
+}
+
+/// Has the service manager wait longer for the start.
+fn start_takes(longer: Duration) {
+    if let Err(error) = notify::extend_timeout(longer) {
+        warn!(%error, "the service manager does not know how long the start takes");
+    }
+}
+
+/// Bytes of the files below a directory, as far as they can be seen.
+fn bytes_below(dir: &Path) -> u64 {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let sizes = entries.map(|entry| match entry.metadata() {
+        Ok(found) if found.is_dir() => bytes_below(&entry.path()),
+        Ok(found) => found.len(),
+        Err(_) => 0,
+    });
+    sizes.sum()
 }
 
 /// Starts every model; each waits for what the databases say.

@@ -39,6 +39,14 @@ impl Retentions {
         };
     }
 
+    /// What the configuration says has changed. A grace that the daemon's end has made endless stays.
+    pub fn configure(&mut self, usual: Duration, grace: Duration) {
+        self.usual = usual;
+        if self.grace != Duration::MAX {
+            self.grace = grace;
+        }
+    }
+
     /// Of a request that nobody comes back for.
     pub fn of(&self, tenant: TenantId) -> Duration {
         *self.own.get(&tenant).unwrap_or(&self.usual)
@@ -96,6 +104,16 @@ mod tests {
         assert_eq!(journal.per_tenant, BTreeMap::from([(brief, 60), (long, 1200)]));
         retentions.set(brief, None);
         assert_eq!(of(&retentions), [usual, usual * 2, usual]);
+        retentions.configure(second, usual);
+        assert_eq!(
+            (retentions.of(brief), retentions.unread(brief)),
+            (second, usual),
+            "what is configured anew"
+        );
+        assert_eq!(retentions.of(long), usual * 2, "its own time goes before");
+        retentions.hold();
+        retentions.configure(second, second);
+        assert_eq!(retentions.grace(), Duration::MAX, "the daemon ends");
         let brief = Retentions::new(second, Duration::ZERO).of_journal();
         assert_eq!(brief.seconds, 1, "without a grace the time is what was given");
     }

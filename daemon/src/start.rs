@@ -17,7 +17,9 @@ use std::{fmt, fs};
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
-use pagedd_config::{ComputeDtype, Config, ConfigError, Device, Fsync, KvDtype, LogFormat, Overrides};
+use pagedd_config::{
+    ComputeDtype, Config, ConfigError, Device, Fsync, KvDtype, LogFormat, LogLevel, Overrides,
+};
 use pagedd_control::{DrainState, Supervisor, Walls};
 use pagedd_core::{TenantId, said};
 use pagedd_host::fdstore::FdStore;
@@ -31,9 +33,10 @@ use pagedd_wire::gateway::Parting;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, mpsc, watch};
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::reload::Handle;
 
 use crate::admin::AdminSocket;
 use crate::bench;
@@ -46,10 +49,14 @@ use crate::hub::{self, Hub};
 use crate::metrics::Exporter;
 use crate::model::{Go, Model, Started, Surroundings};
 use crate::ports;
+use crate::reconfigure::{self, Configuration, SetLevel};
 use crate::recorder;
 use crate::reload::{self, Reloaded};
+use crate::respite;
 use crate::retention::Retentions;
+use crate::supervision::{self, Standing};
 use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
+use crate::watchdog::Watchdog;
 
 /// What `fsync: interval` means: the loss of power costs at most so much.
 const SYNC_EVERY: Duration = Duration::from_secs(1);
@@ -136,11 +143,11 @@ pub fn main() -> ExitCode {
     }
     let config = match load(&cli) {
         Ok(config) => config,
-        Err(failure) => return fail(&failure),
+        Err(error) => return fail(&error.into()),
     };
     if !notify::has_manager() {
         // Without systemd a keeper holds the fds and starts the daemon again; it is this same program.
-        start_log(&config);
+        drop(start_log(&config));
         return match std::env::current_exe() {
             Ok(path) => {
                 let (args, first_args) = reload::split(std::env::args_os().skip(1));
@@ -149,7 +156,7 @@ pub fn main() -> ExitCode {
             Err(e) => fail(&Failure::new(exit::OS, format!("the program's own path is unknown: {e}"))),
         };
     }
-    match run(config, cli.reload_checkpoint.as_deref()) {
+    match run(config, cli) {
         Ok(End::Done) => ExitCode::SUCCESS,
         Ok(End::Again) => ExitCode::from(FAILED),
         Err(failure) => fail(&failure),
@@ -161,7 +168,8 @@ fn fail(failure: &Failure) -> ExitCode {
     ExitCode::from(failure.exit)
 }
 
-fn load(cli: &Cli) -> Result<Config, Failure> {
+/// What the file and the command line say.
+fn load(cli: &Cli) -> Result<Config, ConfigError> {
     let default = Path::new(pagedd_config::DEFAULT_FILE);
     let file = cli.config.as_deref().or_else(|| default.exists().then_some(default));
     let mut config = Config::load_with(file, &Overrides { state_dir: cli.state_dir.clone() })?;
@@ -171,7 +179,7 @@ fn load(cli: &Cli) -> Result<Config, Failure> {
             if dtype == ComputeDtype::F32 && model.device != Device::Cpu {
                 let message =
                     format!("--dtype f32: model `{}` is on {}, which has no f32", model.name, model.device);
-                return Err(ConfigError::Override { message }.into());
+                return Err(ConfigError::Override { message });
             }
             model.dtype = dtype;
             if dtype == ComputeDtype::F32 {
@@ -190,9 +198,9 @@ enum End {
     Again,
 }
 
-fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
+fn run(config: Config, cli: Cli) -> Result<End, Failure> {
     pagedd_host::memory::use_one_heap();
-    start_log(&config);
+    let set_level = start_log(&config);
     #[cfg(feature = "failpoints")]
     let _points = crate::points::set_up();
     // A daemon that has lost one of its threads would serve some and hang others; the next one goes on with everything.
@@ -216,9 +224,15 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
         .thread_name("pagedd-io")
         .build()
         .context("runtime")?;
-    let around = surroundings(&config, store.clone())?;
+    let around = surroundings(&config, store.clone(), Watchdog::from_env())?;
     let lifeline = keeper::lifeline();
-    let reloaded = match reload::wanted(&config.state_dir, flag).map_err(|e| state(&e))? {
+    // The keeper waits by itself.
+    if lifeline.is_none() {
+        respite::take(&store);
+    }
+    let reloaded = match reload::wanted(&config.state_dir, cli.reload_checkpoint.as_deref())
+        .map_err(|e| state(&e))?
+    {
         Some(wanted) => runtime.block_on(reload::reload(&config, &around, &wanted)).map_err(|e| state(&e))?,
         None => Reloaded::default(),
     };
@@ -228,7 +242,9 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
         Fsync::Never => pagedd_journal::Fsync::Never,
     };
     let (db, journal) = databases::open(&config.state_dir, fsync).map_err(|e| state_failure(&e))?;
-    let begun = Begun { around, reloaded, lifeline, start };
+    let read = Box::new(move || load(&cli).map_err(|error| error.to_string()));
+    let configuration = Arc::new(Configuration::new(config.clone(), read, set_level));
+    let begun = Begun { around, reloaded, lifeline, start, configuration };
     let result = runtime.block_on(serve(config, db, journal, begun));
     // Engines that did not end in time are not waited for: their workers end with our sockets.
     runtime.shutdown_background();
@@ -254,17 +270,34 @@ fn state_failure(error: &DbError) -> Failure {
     Failure::new(exit::STATE_DIR, error)
 }
 
-/// Logs to stderr, as configured.
-pub fn start_log(config: &Config) {
-    let filter = EnvFilter::try_new(config.log.level.to_string()).unwrap_or_else(|_| EnvFilter::new("info"));
+fn filter(level: LogLevel) -> EnvFilter {
+    EnvFilter::try_new(level.to_string()).unwrap_or_else(|_| EnvFilter::new("info"))
+}
+
+/// Logs to stderr, as configured; what is returned changes the level.
+pub fn start_log(config: &Config) -> SetLevel {
+    fn setter<S: 'static>(handle: Handle<EnvFilter, S>) -> SetLevel {
+        Box::new(move |level| handle.reload(filter(level)).map_err(|error| error.to_string()))
+    }
     // A log that cannot be written is no reason to end: the library would say so on the same stderr, and panic.
     let builder = tracing_subscriber::fmt()
         .log_internal_errors(false)
-        .with_env_filter(filter)
+        .with_env_filter(filter(config.log.level))
         .with_writer(std::io::stderr);
     match config.log.format {
-        LogFormat::Text => builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).init(),
-        LogFormat::Json => builder.json().init(),
+        LogFormat::Text => {
+            let builder = builder.with_target(false).with_ansi(std::io::stderr().is_terminal());
+            let builder = builder.with_filter_reloading();
+            let set_level = setter(builder.reload_handle());
+            builder.init();
+            set_level
+        }
+        LogFormat::Json => {
+            let builder = builder.json().with_filter_reloading();
+            let set_level = setter(builder.reload_handle());
+            builder.init();
+            set_level
+        }
     }
 }
 
@@ -298,10 +331,15 @@ fn programs() -> anyhow::Result<PathBuf> {
 ///
 /// # Errors
 /// A program is not installed.
-pub fn surroundings(config: &Config, store: Arc<FdStore>) -> anyhow::Result<Surroundings> {
+pub fn surroundings(
+    config: &Config,
+    store: Arc<FdStore>,
+    watchdog: Arc<Watchdog>,
+) -> anyhow::Result<Surroundings> {
     Ok(Surroundings {
         programs: programs()?,
         store,
+        watchdog,
         env: vec![
             ("PAGEDD_LOG".into(), config.log.level.as_str().into()),
             ("PAGEDD_LOG_FORMAT".into(), config.log.format.as_str().into()),
@@ -318,6 +356,7 @@ struct Begun {
     /// Ends with the keeper.
     lifeline: Option<OwnedFd>,
     start: Instant,
+    configuration: Arc<Configuration>,
 }
 
 async fn serve(
@@ -326,10 +365,11 @@ async fn serve(
     mut journal: JournalWriter,
     begun: Begun,
 ) -> Result<End, Failure> {
-    let Begun { around, mut reloaded, lifeline, start } = begun;
+    let Begun { around, mut reloaded, lifeline, start, configuration } = begun;
     let store = around.store.clone();
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
+    let hangup = signal(SignalKind::hangup()).context("SIGHUP")?;
     let kept = lifeline.is_some();
     // Whatever the host offers.
     let walls = Walls::Reduced { reason: "cgroup limits are not applied yet".to_owned() };
@@ -356,12 +396,7 @@ async fn serve(
         hub: hub_sender.clone(),
         recorder: recorder.inbox.clone(),
         exporter,
-        limits: GatewayLimits {
-            max_body: config.gateway.max_body.0,
-            max_connections: config.gateway.max_connections,
-            header_timeout_ms: config.gateway.header_timeout.as_millis() as u32,
-            idle_timeout_ms: config.gateway.idle_timeout.as_millis() as u32,
-        },
+        limits: GatewayLimits::from(config.gateway),
         going: Going::Not,
         retention: config.retention,
         identities,
@@ -372,7 +407,7 @@ async fn serve(
         .partition(|record| config.models.iter().any(|model| model.name.as_str() == record.model));
     let mut ports = ports::listeners(&store, config.listen, &records)
         .map_err(|error| Failure::new(exit::IN_USE, error))?;
-    let socket = AdminSocket::bind(&config.admin_socket).map_err(|e| {
+    let socket = AdminSocket::open(&store, &config.admin_socket).map_err(|e| {
         Failure::new(exit::STATE_DIR, format!("admin_socket {}: {e}", config.admin_socket.display()))
     })?;
     let mut started = std::mem::take(&mut reloaded.models);
@@ -461,21 +496,30 @@ async fn serve(
         restored,
         readmitted: BTreeSet::new(),
         drain: DrainState::Admitting,
+        configuration: configuration.clone(),
+        reload: None,
+        standing: watch::Sender::new(Standing { tenants: 0, drain: DrainState::Admitting, reload: None }),
+        pulse: around.watchdog.pulse("daemon"),
     };
+    tokio::spawn(around.watchdog.clone().feed());
+    tokio::spawn(supervision::report(models.clone(), daemon.standing.subscribe(), hub_sender.clone()));
+    tokio::spawn(reconfigure::on_hangup(hangup, events.clone()));
     tokio::spawn(daemon.run(inbox));
+    let admin_path = socket.path().to_owned();
     let admin = tokio::spawn(socket.run(events.clone()));
+    // Ports answer, and say what they wait for: models load from here on, however long that takes.
     notify::ready().context("telling the supervisor")?;
-    info!(version = env!("CARGO_PKG_VERSION"), admin = %config.admin_socket.display(), models = models.len(), "pagedd runs");
+    info!(version = env!("CARGO_PKG_VERSION"), admin = %admin_path.display(), models = models.len(), "pagedd runs");
 
     let mut gone = pin!(keeper_gone(lifeline));
     let (end, timeout) = tokio::select! {
         _ = terminate.recv() => {
             info!("SIGTERM: draining");
-            (End::Done, config.drain_timeout)
+            (End::Done, configuration.drain_timeout())
         }
         _ = interrupt.recv() => {
             info!("SIGINT: draining");
-            (End::Done, config.drain_timeout)
+            (End::Done, configuration.drain_timeout())
         }
         () = &mut gone => {
             // Whoever starts the next keeper must not find ports and state directory taken.
@@ -499,6 +543,7 @@ async fn serve(
     let (hub, recorder) = (&hub_sender, &recorder.inbox);
     let ending = Ending { events: &events, hub, recorder, models: &models, threads, parting };
     ending.run(timeout, hurry).await;
+    respite::forget(&store);
     admin.abort();
     info!("pagedd ended");
     Ok(end)

@@ -226,6 +226,7 @@ impl TenantShop {
             parting: Parting::Restarting,
             misfit: None,
             readmitting: false,
+            limits: self.limits,
         });
         let state = watch::Sender::new((GatewayState::Starting, 0));
         let gateway = state.subscribe();
@@ -240,7 +241,6 @@ impl TenantShop {
             hub: self.hub.clone(),
             recorder: self.recorder.clone(),
             exporter: self.exporter.clone(),
-            limits: self.limits,
             broken: None,
         };
         let task = tokio::spawn(task.run());
@@ -290,6 +290,11 @@ impl Tenant {
     /// Requests of an earlier daemon enter, and new ones after them.
     pub fn set_readmitting(&self, readmitting: bool) {
         self.facts.send_modify(|facts| facts.readmitting = readmitting);
+    }
+
+    /// Its gateway has other limits from now on.
+    pub fn set_limits(&self, limits: GatewayLimits) {
+        self.facts.send_modify(|facts| facts.limits = limits);
     }
 
     /// Its gateway ends, and says why.
@@ -414,7 +419,7 @@ impl Tenant {
                 held_blocks: numbers.map_or(0, |n| n.held.0),
                 cached_blocks: numbers.map_or(0, |n| n.cached.0),
             },
-            prompt_lookup: self.record.prompt_lookup.unwrap_or(self.model.config.prompt_lookup),
+            prompt_lookup: self.record.prompt_lookup.unwrap_or(self.model.live.borrow().tuning.prompt_lookup),
             retention: shop.retention(&self.record).to_string(),
             running: numbers.map_or(0, |n| n.running),
             waiting: numbers.map_or(0, |n| n.waiting),

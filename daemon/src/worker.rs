@@ -33,6 +33,7 @@ use crate::backoff::Backoff;
 use crate::blocks::{Seed, Shelf};
 use crate::child::{OwnChild, Reins};
 use crate::convert;
+use crate::watchdog::{Pulse, TURN};
 
 /// The fd that a child finds its socket on.
 pub const CHILD_SOCKET: i32 = 3;
@@ -59,6 +60,8 @@ const STEP_SLACK: u32 = 10;
 const ANSWER: Duration = Duration::from_secs(10);
 /// How long a killed process may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
+/// How long a worker's program may take to be read from a busy disk.
+const EXEC: Duration = Duration::from_mins(1);
 /// Workers in a row that do not come up. Those that die with a plan are the engine's to count.
 const TRIES: u32 = 6;
 
@@ -157,6 +160,8 @@ pub struct WorkerProcess {
     slowest_step: Duration,
     /// Of the last answer.
     device_step: Option<DeviceStep>,
+    /// Shows that this thread goes on while it waits for the worker.
+    pulse: Pulse,
 }
 
 /// Why a start came to nothing.
@@ -175,7 +180,12 @@ impl From<ChannelError> for StartError {
 
 impl WorkerProcess {
     /// A worker that has not started. Arenas of an earlier daemon are taken from `store`.
-    pub fn new(spec: WorkerSpec, store: Arc<FdStore>, state: watch::Sender<ModelState>) -> Self {
+    pub fn new(
+        spec: WorkerSpec,
+        store: Arc<FdStore>,
+        state: watch::Sender<ModelState>,
+        pulse: Pulse,
+    ) -> Self {
         let arenas = Arenas::new(store, &spec.model, spec.hello.device);
         Self {
             spec,
@@ -193,7 +203,13 @@ impl WorkerProcess {
             answered: Instant::now(),
             slowest_step: Duration::ZERO,
             device_step: None,
+            pulse,
         }
+    }
+
+    /// By which the thread shows itself that waits for this worker.
+    pub fn pulse(&self) -> Pulse {
+        self.pulse.clone()
     }
 
     /// With these another thread ends it.
@@ -213,6 +229,7 @@ impl WorkerProcess {
 
     /// Brings up the first worker, once the last one of an earlier daemon is gone.
     pub fn start(&mut self) -> Result<ModelInfo, WorkersExhausted> {
+        self.pulse.busy(DEATH);
         self.arenas.settle();
         let info = self.bring_up()?;
         self.failed_launches = 0;
@@ -250,7 +267,8 @@ impl WorkerProcess {
             if self.starts > 0 {
                 let last = self.state.borrow().model().cloned();
                 self.state.send_replace(ModelState::Restarting { attempt: self.attempts, last });
-                thread::sleep(self.backoff.next(Instant::now()));
+                let pause = self.backoff.next(Instant::now());
+                self.pulse.within(pause, || thread::sleep(pause));
             }
             let error = match self.launch() {
                 Ok(info) => return Ok(info),
@@ -288,9 +306,11 @@ impl WorkerProcess {
             // It has the time of the start to be gone in.
             child.kill().map_err(|e| StartError::Final(format!("kill worker {}: {e}", child.pid())))?;
         }
+        self.pulse.busy(EXEC + DEATH);
         let next = self.spawn()?;
         let pid = next.child.pid();
         self.fence().map_err(StartError::Final)?;
+        self.pulse.busy(STEP_DEADLINE);
         let spec = &self.spec;
         let running = self.running.insert(next);
         fail_point!("worker-spawned", |_| Err(StartError::Retry("fail point worker-spawned".to_owned())));
@@ -312,7 +332,7 @@ impl WorkerProcess {
         fail_point!("worker-hello", |_| Err(StartError::Retry("fail point worker-hello".to_owned())));
         running.channel.send(&ToWorker::Hello(hello), &fds)?;
         loop {
-            match running.channel.recv_timeout(LOAD_SILENCE)? {
+            match receive(&mut running.channel, LOAD_SILENCE, &self.pulse)? {
                 FromWorker::Loading { permille } => {
                     self.state.send_if_modified(|state| match state {
                         ModelState::Loading { permille: shown } => {
@@ -447,6 +467,7 @@ impl WorkerProcess {
 
     /// Sends, also to a worker that has ended: what it said last is still to be read.
     fn tell(&mut self, message: &ToWorker) -> Result<(), WorkerLost> {
+        self.pulse.busy(STEP_DEADLINE);
         unless_closed(self.channel()?.send(message, &[]))
     }
 
@@ -466,6 +487,9 @@ impl Worker for WorkerProcess {
         fail_point!("before-plan", |_| Err(WorkerLost { reason: "fail point before-plan".to_owned() }));
         // It goes out with what is asked next: the output of the oldest plan. Only the first of two does not wait for the second to be made.
         let first = self.submitted.len() == 1 && self.device() != Device::Cpu;
+        if first {
+            self.pulse.busy(STEP_DEADLINE);
+        }
         let channel = self.channel()?;
         let held = convert::hold_plan(plan, channel);
         unless_closed(held.and_then(|()| if first { channel.flush() } else { Ok(()) }))
@@ -480,7 +504,8 @@ impl Worker for WorkerProcess {
         // A worker runs plans one after the other.
         let since = at.max(self.answered);
         let left = deadline(predicted, self.slowest_step).saturating_sub(since.elapsed());
-        match self.channel()?.recv_timeout(left.max(ANSWER)).map_err(|e| lost(&e))? {
+        let pulse = self.pulse.clone();
+        match receive(self.channel()?, left.max(ANSWER), &pulse).map_err(|e| lost(&e))? {
             FromWorker::Output(output) if output.plan == plan.0 => {
                 self.attempts = 0;
                 self.backoff.forgive();
@@ -506,7 +531,9 @@ impl Worker for WorkerProcess {
         loop {
             self.bring_up()?;
             fail_point!("before-resync");
-            let told = self.channel().and_then(|channel| resync(channel, states.clone()));
+            let pulse = self.pulse.clone();
+            pulse.busy(3 * STEP_DEADLINE);
+            let told = self.channel().and_then(|channel| resync(channel, states.clone(), &pulse));
             let Err(lost) = told else {
                 fail_point!("after-resync");
                 self.failed_launches = 0;
@@ -528,12 +555,26 @@ fn deadline(predicted: Duration, slowest: Duration) -> Duration {
     (slowest * STEP_SLACK).clamp(STEP_DEADLINE, LONGEST_STEP_DEADLINE).max(predicted * STEP_SLACK)
 }
 
+/// Waits for what a worker says, at most `limit`, and shows meanwhile that this thread goes on: it is the worker's time that passes.
+fn receive(channel: &mut Channel, limit: Duration, pulse: &Pulse) -> Result<FromWorker, ChannelError> {
+    let start = Instant::now();
+    loop {
+        pulse.turn();
+        let left = limit.saturating_sub(start.elapsed());
+        match channel.recv_timeout(left.min(TURN)) {
+            Err(ChannelError::TimedOut(_)) if left > TURN => {}
+            Err(ChannelError::TimedOut(_)) => return Err(ChannelError::TimedOut(limit)),
+            received => return received,
+        }
+    }
+}
+
 /// Tells a worker its sequences, and waits until it has taken them in: one that ends before is no victim of the next plan.
-fn resync(channel: &mut Channel, states: Vec<SequenceState>) -> Result<(), WorkerLost> {
+fn resync(channel: &mut Channel, states: Vec<SequenceState>, pulse: &Pulse) -> Result<(), WorkerLost> {
     // The answer to a plan of nothing shows it.
     let asked = [ToWorker::Resync(states), ToWorker::Plan(Plan::default()), ToWorker::Collect];
     asked.iter().try_for_each(|frame| channel.send(frame, &[])).map_err(|e| lost(&e))?;
-    match channel.recv_timeout(STEP_DEADLINE).map_err(|e| lost(&e))? {
+    match receive(channel, STEP_DEADLINE, pulse).map_err(|e| lost(&e))? {
         FromWorker::Output(output) if output.plan == Plan::default().id => Ok(()),
         FromWorker::Failed { error, .. } => Err(WorkerLost { reason: error }),
         FromWorker::Output(_)

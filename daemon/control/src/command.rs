@@ -44,6 +44,9 @@ pub enum Command {
     Undrain,
     /// The daemon, its models and its tenants. Answered by [`crate::Reply::Status`].
     Status,
+    /// Reads the configuration file again. Answered by [`crate::Reply::Reloaded`], or refused by [`crate::ErrorCode::InvalidConfig`] with all as
+    /// it was.
+    Reload,
     /// Metrics in Prometheus' text format. Answered by [`crate::Reply::Metrics`].
     Metrics,
     /// Writes, shows, checks or takes up a checkpoint; see there for what answers.
@@ -52,7 +55,7 @@ pub enum Command {
 
 impl Command {
     /// Every command's name on the wire, for audit lines and metrics' closed label set.
-    pub const NAMES: [&'static str; 15] = [
+    pub const NAMES: [&'static str; 16] = [
         "tenant_add",
         "tenant_set",
         "tenant_remove",
@@ -66,6 +69,7 @@ impl Command {
         "drain",
         "undrain",
         "status",
+        "reload",
         "metrics",
         "checkpoint",
     ];
@@ -87,6 +91,7 @@ impl Command {
             Self::Drain(_) => "drain",
             Self::Undrain => "undrain",
             Self::Status => "status",
+            Self::Reload => "reload",
             Self::Metrics => "metrics",
             Self::Checkpoint(_) => "checkpoint",
         }
@@ -104,7 +109,8 @@ impl Command {
             | Self::KeyCreate(_)
             | Self::KeyRevoke(_)
             | Self::Drain(_)
-            | Self::Undrain => true,
+            | Self::Undrain
+            | Self::Reload => true,
             Self::TenantList | Self::TenantShow(_) | Self::KeyList(_) | Self::Status | Self::Metrics => false,
             Self::Checkpoint(command) => command.changes(),
         }

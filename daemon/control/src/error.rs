@@ -57,6 +57,8 @@ codes! {
     Suspended = "suspended",
     /// The tenant has running requests, or the daemon is starting or stopping.
     Busy = "busy",
+    /// The configuration file cannot be read, or has an error.
+    InvalidConfig = "invalid_config",
     /// It cannot be done with what a model runs on.
     Unsupported = "unsupported",
     /// The state directory's file system is full.

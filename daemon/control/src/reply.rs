@@ -55,6 +55,8 @@ pub enum Reply {
     Drain(DrainInfo),
     /// To `status`.
     Status(StatusInfo),
+    /// To `reload`: what takes effect, and when.
+    Reloaded(ReloadInfo),
     /// To `metrics`.
     Metrics(MetricsText),
     /// To `checkpoint` to be saved.
@@ -289,6 +291,9 @@ pub struct StatusInfo {
     pub state_dir: String,
     /// Its configuration file; `None` where it runs on defaults.
     pub config: Option<String>,
+    /// What became of the last order to read the configuration again; `None` where there was none.
+    #[serde(default)]
+    pub reload: Option<ReloadInfo>,
     /// Whether limits between tenants are enforced by the kernel.
     pub walls: Walls,
     /// Whether accepted requests survive the daemon.
@@ -301,6 +306,33 @@ pub struct StatusInfo {
     pub models: Vec<ModelStatus>,
     /// Every tenant, by name.
     pub tenants: Vec<TenantInfo>,
+}
+
+/// An order to read the configuration again.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ReloadInfo {
+    /// When it came, in seconds since 1970.
+    pub at_unix: u64,
+    /// What became of it.
+    pub outcome: ReloadOutcome,
+}
+
+/// What became of an order to read the configuration again.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum ReloadOutcome {
+    /// The file holds.
+    Applied {
+        /// Settings that have changed, and take effect now.
+        now: Vec<String>,
+        /// Settings that differ from those in force, and take effect at the next restart.
+        later: Vec<String>,
+    },
+    /// The file does not hold; everything is as it was.
+    Refused {
+        /// Why, in one line.
+        error: String,
+    },
 }
 
 /// Whether the daemon admits requests, and what is under way.

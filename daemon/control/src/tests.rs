@@ -98,6 +98,7 @@ fn commands() -> Vec<(Command, &'static str)> {
         (Command::Drain(Drain { timeout_ms: Some(1_500) }), r#""command":"drain","timeout_ms":1500"#),
         (Command::Undrain, r#""command":"undrain""#),
         (Command::Status, r#""command":"status""#),
+        (Command::Reload, r#""command":"reload""#),
         (Command::Metrics, r#""command":"metrics""#),
         (
             Command::Checkpoint(CheckpointCommand::Save(CheckpointSave { name: "one".to_owned(), kv: true })),
@@ -118,6 +119,7 @@ fn status() -> StatusInfo {
         uptime_s: 60,
         state_dir: "/s".to_owned(),
         config: None,
+        reload: None,
         walls: Walls::Reduced { reason: "no cgroup v2".to_owned() },
         durable: Durable::Yes,
         supervisor: Supervisor::Keeper,
@@ -188,10 +190,17 @@ fn replies() -> Vec<(Reply, String)> {
             r#"{"reply":"drain","state":{"is":"draining","since_unix":5,"deadline_unix":null},"requests":3,"running":1,"waiting":2,"streams":1}"#.to_owned(),
         ),
         (
+            Reply::Reloaded(ReloadInfo {
+                at_unix: 9,
+                outcome: ReloadOutcome::Applied { now: vec!["retention".to_owned()], later: vec![] },
+            }),
+            r#"{"reply":"reloaded","at_unix":9,"outcome":{"is":"applied","now":["retention"],"later":[]}}"#.to_owned(),
+        ),
+        (
             Reply::Status(status()),
             concat!(
                 r#"{"reply":"status","version":"0.1.0","pid":1,"uptime_s":60,"state_dir":"/s","config":null,"#,
-                r#""walls":{"is":"reduced","reason":"no cgroup v2"},"durable":{"is":"yes"},"supervisor":"keeper","#,
+                r#""reload":null,"walls":{"is":"reduced","reason":"no cgroup v2"},"durable":{"is":"yes"},"supervisor":"keeper","#,
                 r#""drain":{"state":{"is":"admitting"},"requests":3,"running":1,"waiting":2,"streams":1},"#,
                 r#""models":[{"name":"m","path":"/m.gguf","state":{"is":"loading","permille":500},"#,
                 r#""architecture":"llama","parameters":null,"device":"cpu","dtype":null,"kv_dtype":null,"#,

@@ -119,11 +119,18 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
         if self.worker.ends_as().is_none() {
             return;
         }
-        while let Ok(command) = self.inbox.receiver.recv() {
-            if self.obey(command).is_break() {
-                return;
+        loop {
+            self.observer.turned();
+            match self.inbox.receiver.recv_timeout(IDLE_TURN) {
+                Ok(command) => {
+                    if self.obey(command).is_break() {
+                        return;
+                    }
+                    self.end_all();
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
             }
-            self.end_all();
         }
     }
 
@@ -143,6 +150,8 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
     /// is as lost as with a process that ends: it is made again from the journal.
     fn steps(&mut self) -> Result<(), WorkersExhausted> {
         loop {
+            self.observer.turned();
+            fail_point!("engine-turn");
             if self.drain_inbox().is_break() {
                 return Ok(());
             }
@@ -354,6 +363,7 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
                 reply(());
                 self.observe(true);
             }
+            Command::Tune(tuning) => self.scheduler.tune(tuning),
             Command::Stop => return ControlFlow::Break(()),
         }
         ControlFlow::Continue(())

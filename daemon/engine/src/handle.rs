@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 
 use pagedd_core::{FinishReason, RequestId, TenantId};
-use pagedd_sched::{NewRequest, Restored, ShareError, ShareSpec};
+use pagedd_sched::{NewRequest, Restored, ShareError, ShareSpec, Tuning};
 
 /// Called once, on the engine thread, with the answer. It may not block.
 pub type Reply<T> = Box<dyn FnOnce(T) + Send>;
@@ -69,6 +69,8 @@ pub enum Command<T> {
         /// Told when its blocks are back or on their way.
         reply: Reply<()>,
     },
+    /// Change what may change while the engine runs, from its next step on.
+    Tune(Tuning),
     /// Finish the turn and end the thread. Requests that are left stay in the journal.
     Stop,
 }

@@ -94,6 +94,10 @@ impl<M: AsRef<[u8]> + AsMut<[u8]>> BlockLedger for Ledger<M> {
 pub trait Observer {
     /// The engine's numbers at a step boundary.
     fn observe(&mut self, stats: EngineStats);
+
+    /// The engine's thread begins another turn of its loop: once per step, and about once a second while nothing can run. An engine whose
+    /// turns end hangs, unless it waits for its worker or its journal, which know that themselves.
+    fn turned(&mut self) {}
 }
 
 /// An engine's numbers.

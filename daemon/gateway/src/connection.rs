@@ -18,8 +18,8 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::sync::Notify;
-use tokio::time::{Duration, Instant, sleep_until};
+use tokio::sync::{Notify, watch};
+use tokio::time::{Duration, Instant, sleep_until, timeout};
 use tracing::debug;
 
 use crate::app::{App, Standing};
@@ -35,6 +35,10 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(30);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(90);
 /// Both, of a connection that is one too many.
 const BEYOND_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// How long a client that has just connected may take to begin its first request, once the gateway ends: it has been let in and must not be met
+/// by a reset.
+const FIRST_REQUEST: Duration = Duration::from_millis(500);
 
 /// Serves one connection to its end.
 pub async fn serve(app: Arc<App>, stream: TcpStream, standing: Standing) {
@@ -73,6 +77,11 @@ pub async fn serve(app: Arc<App>, stream: TcpStream, standing: Standing) {
         .serve_connection(io, service);
     let mut connection = pin!(connection);
     let mut late = pin!(head.late(header_timeout));
+    let mut ends = pin!(async {
+        // Its sender lives as long as this process.
+        let _ = phases.wait_for(|phase| *phase == Phase::Ending).await;
+        let _ = timeout(FIRST_REQUEST, head.begun()).await;
+    });
     let mut ending = false;
     loop {
         tokio::select! {
@@ -86,7 +95,7 @@ pub async fn serve(app: Arc<App>, stream: TcpStream, standing: Standing) {
                 debug!("a head did not arrive in time");
                 return;
             }
-            _ = phases.wait_for(|phase| *phase == Phase::Ending), if !ending => {
+            () = ends.as_mut(), if !ending => {
                 ending = true;
                 connection.as_mut().graceful_shutdown();
             }
@@ -99,6 +108,8 @@ pub async fn serve(app: Arc<App>, stream: TcpStream, standing: Standing) {
 struct HeadTimer {
     state: Mutex<HeadState>,
     changed: Notify,
+    /// The first byte of the first head has come.
+    begun: watch::Sender<bool>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -114,7 +125,14 @@ enum HeadState {
 impl HeadTimer {
     /// The first head is due from the start.
     fn new() -> Self {
-        Self { state: Mutex::new(HeadState::Reading(Instant::now())), changed: Notify::new() }
+        let state = Mutex::new(HeadState::Reading(Instant::now()));
+        Self { state, changed: Notify::new(), begun: watch::Sender::new(false) }
+    }
+
+    /// Returns once the client has begun its first request.
+    async fn begun(&self) {
+        // The sender is here.
+        let _ = self.begun.subscribe().wait_for(|begun| *begun).await;
     }
 
     fn set(&self, next: impl FnOnce(HeadState) -> HeadState) {
@@ -195,6 +213,7 @@ impl AsyncRead for Timed {
         let before = buf.filled().len();
         let read = Pin::new(&mut this.stream).poll_read(cx, buf);
         if buf.filled().len() > before {
+            this.head.begun.send_if_modified(|begun| !std::mem::replace(begun, true));
             this.head.set(|state| match state {
                 HeadState::Idle => HeadState::Reading(Instant::now()),
                 HeadState::Reading(_) | HeadState::Busy => state,

@@ -465,6 +465,29 @@ fn the_end_of_the_daemon_ends_the_gateway() {
 }
 
 #[test]
+fn a_client_that_connected_before_the_end_and_asks_after_it_is_answered_and_not_reset() {
+    let server = server(Options::default(), "abc");
+    let mut idle = connect(server.address);
+    idle.write_all(request("GET", "/livez", &[], "").as_bytes()).unwrap();
+    let mut answer = [0; 12];
+    idle.read_exact(&mut answer).unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 200");
+    let mut fresh = connect(server.address);
+    let until = Instant::now() + Duration::from_secs(10);
+    while !get(server.address, "/metrics").body.contains("gateway_connections 3\n") {
+        assert!(Instant::now() < until, "{}", get(server.address, "/metrics").body);
+    }
+    server.daemon.send(&ToGateway::Shutdown);
+    // Its end shows that the gateway has begun to end.
+    idle.read_to_end(&mut Vec::new()).unwrap();
+    fresh.write_all(request("POST", TEXT, &[], &completion("")).as_bytes()).unwrap();
+    let refused = read_head(fresh).finish();
+    assert_eq!(refused.error(), (503, String::new(), "draining".to_owned()));
+    assert_eq!(refused.header("retry-after"), Some("5"));
+    assert!(server.join() < Duration::from_secs(2));
+}
+
+#[test]
 fn a_drain_refuses_new_requests_and_finishes_open_ones_until_it_is_taken_back() {
     let server = server(Options::default(), "abc");
     server.daemon.show(Visible::First(1));

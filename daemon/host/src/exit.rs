@@ -15,3 +15,17 @@ pub const CONFIG: u8 = 78;
 
 /// Codes after which a restart is pointless. 2 is what the command line parser itself exits with.
 pub const FINAL: [u8; 6] = [2, USAGE, IN_USE, OS, STATE_DIR, CONFIG];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_systemd_unit_repeats_no_start_that_the_keeper_would_not() {
+        let unit = concat!(env!("CARGO_MANIFEST_DIR"), "/../../systemd/pagedd.service");
+        let unit = std::fs::read_to_string(unit).unwrap();
+        let line = unit.lines().find_map(|line| line.strip_prefix("RestartPreventExitStatus=")).unwrap();
+        let codes: Vec<u8> = line.split(' ').map(|code| code.parse().unwrap()).collect();
+        assert_eq!(codes, FINAL, "{line}");
+    }
+}

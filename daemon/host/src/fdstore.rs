@@ -22,6 +22,10 @@ pub(crate) const LISTEN_FDNAMES: &str = "LISTEN_FDNAMES";
 pub(crate) const FIRST_FD: RawFd = 3;
 /// Longest name, as systemd has it.
 const MAX_NAME: usize = 255;
+/// Most fds that are stored: the unit's `FileDescriptorStoreMax`, less what others of it may need. A manager that is full says so to nobody.
+const MOST_FDS: usize = 4_000;
+/// Most bytes of all names together. The next daemon gets them as one variable, and the kernel starts no program that has one of 128 KiB.
+const MOST_NAME_BYTES: usize = 120 << 10;
 /// What the protocol calls an fd without a name.
 const UNNAMED: &str = "unknown";
 
@@ -35,6 +39,18 @@ pub enum StoreError {
     Name {
         /// As given.
         name: String,
+    },
+    /// The store is full; what it holds is as it was.
+    #[error(
+        "the fd store has no room for {name}: it holds {fds} of {MOST_FDS} fds, with {bytes} of {MOST_NAME_BYTES} bytes of names"
+    )]
+    Full {
+        /// Name of the fd.
+        name: String,
+        /// How many it holds.
+        fds: usize,
+        /// Bytes of their names.
+        bytes: usize,
     },
     /// The manager does not listen.
     #[error("cannot reach the service manager about fd {name}: {source}")]
@@ -96,6 +112,13 @@ impl FdStore {
         self.state().waiting.get(name)?.last()?.try_clone().ok()
     }
 
+    /// The socket that the manager listens on for the daemon under `name`, and goes on listening on: it is no fd that was stored.
+    pub fn take_socket(&self, name: &str) -> Option<OwnedFd> {
+        let mut state = self.state();
+        state.held.remove(name);
+        state.waiting.remove(name)?.pop()
+    }
+
     /// Names of fds that nobody has taken yet.
     pub fn names(&self) -> Vec<String> {
         self.state().waiting.keys().cloned().collect()
@@ -104,13 +127,16 @@ impl FdStore {
     /// Gives the manager a copy of `fd`. An fd that it holds under the same name goes.
     ///
     /// # Errors
-    /// The manager may not hold it, and no longer holds an earlier one of that name.
+    /// Where there is room for it, the manager may not hold it, and no longer holds an earlier one of that name.
     pub fn store(&self, name: &str, fd: BorrowedFd<'_>) -> Result<(), StoreError> {
         check_name(name)?;
         let mut state = self.state();
         if state.held.contains(name) {
             self.send_remove(name)?;
             state.held.remove(name);
+        } else if self.keeps() && !has_room(&state.held, name) {
+            let bytes = name_bytes(&state.held);
+            return Err(StoreError::Full { name: name.to_owned(), fds: state.held.len(), bytes });
         }
         fail_point!("fdstore-put", |_| Err(StoreError::Manager {
             name: name.to_owned(),
@@ -149,6 +175,15 @@ impl FdStore {
         // Every change of the maps is complete before anything could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn name_bytes(names: &BTreeSet<String>) -> usize {
+    names.iter().map(|name| name.len() + 1).sum()
+}
+
+/// Whether one more fits what the next daemon can be given.
+fn has_room(held: &BTreeSet<String>, name: &str) -> bool {
+    held.len() < MOST_FDS && name_bytes(held) + name.len() < MOST_NAME_BYTES
 }
 
 /// Whether `name` can name a stored fd.
@@ -230,5 +265,26 @@ mod tests {
             assert!(matches!(stored, Err(StoreError::Name { .. })), "{name:?}");
         }
         assert!(store.store("tenant-acme", std::os::fd::AsFd::as_fd(&fd)).is_ok());
+    }
+
+    #[test]
+    fn a_store_takes_no_more_than_the_next_daemon_can_be_told_of() {
+        let short: BTreeSet<String> = (0..MOST_FDS).map(|i| format!("port-{i}")).collect();
+        assert!(name_bytes(&short) < MOST_NAME_BYTES, "{} bytes", name_bytes(&short));
+        assert!(!has_room(&short, "port-new"), "{} fds", short.len());
+        let mut long = BTreeSet::new();
+        while has_room(&long, &format!("{:0>255}", long.len())) {
+            long.insert(format!("{:0>255}", long.len()));
+        }
+        // What the kernel takes as one variable of a program, its name and its end included.
+        let variable = format!("{LISTEN_FDNAMES}={}", Vec::from_iter(long.clone()).join(":"));
+        assert!(
+            long.len() > 400 && variable.len() < 128 << 10,
+            "{} names, {} bytes",
+            long.len(),
+            variable.len()
+        );
+        let started = std::process::Command::new("/bin/true").env(LISTEN_FDNAMES, &variable).status();
+        assert!(started.is_ok_and(|status| status.success()));
     }
 }

@@ -18,14 +18,14 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Resource, Rlimit, Signal, WaitOptions, getrlimit, setrlimit};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::confine::Sandbox;
 use crate::exit;
 use crate::fdstore::{FIRST_FD, LISTEN_FDNAMES, LISTEN_FDS, LISTEN_PID};
 use crate::inherited;
 use crate::memory::NO_THREAD_CACHES;
-use crate::notify::NOTIFY_SOCKET;
+use crate::notify::{NOTIFY_SOCKET, WATCHDOG_PID, WATCHDOG_USEC};
 use crate::process::{Child, Spawn, SpawnError, spawn_with_pid_in};
 
 mod inbox;
@@ -38,6 +38,8 @@ use inbox::{Inbox, Told};
 const KEEPER_FD: &str = "PAGEDD_KEEPER_FD";
 /// Fds kept at most.
 const MAX_FDS: usize = 4096;
+/// A keeper that wakes up so much later than it wanted has stood still itself, and the daemon with it.
+const OVERSLEPT: Duration = Duration::from_secs(1);
 
 /// What to keep running.
 #[derive(Clone, Debug)]
@@ -61,6 +63,8 @@ pub struct Patience {
     pub longest_delay: Duration,
     /// Longest wait after one that was: what kills it again and again is not its start, and between its ends it serves.
     pub longest_after_ready: Duration,
+    /// A daemon that was ready and then says nothing for this long hangs, and is killed.
+    pub watchdog: Duration,
     /// How long a daemon may take to stop, unless it asks for more, before it is killed.
     pub stop: Duration,
 }
@@ -73,6 +77,7 @@ impl Default for Patience {
             first_delay: Duration::from_millis(100),
             longest_delay: Duration::from_secs(10),
             longest_after_ready: Duration::from_secs(1),
+            watchdog: Duration::from_secs(30),
             stop: Duration::from_secs(90),
         }
     }
@@ -81,8 +86,8 @@ impl Default for Patience {
 /// Runs a daemon until it ends for good, and returns its exit code.
 ///
 /// It ends for good with 0; with a code of [`exit::FINAL`]; with any code before it was ever ready, since a start that failed
-/// would fail again; and in whatever way after SIGTERM or SIGINT came, which are passed on, as is SIGHUP. Any other end is
-/// followed by a restart with the fds that it had stored.
+/// would fail again; and in whatever way after SIGTERM or SIGINT came, which are passed on, as is SIGHUP once the daemon is ready. Any
+/// other end is followed by a restart with the fds that it had stored.
 ///
 /// Call it in a process without other threads: it blocks those signals and reads them itself.
 pub fn run(program: Program) -> ExitCode {
@@ -137,6 +142,10 @@ struct Keeper {
     was_ready: bool,
     /// The last one started was.
     is_ready: bool,
+    /// A hangup came before it was.
+    hangup: bool,
+    /// When the daemon is killed unless it says before that it lives.
+    silent_by: Option<Instant>,
     /// Told to stop; the daemon is killed then.
     stop_by: Option<Instant>,
 }
@@ -163,6 +172,8 @@ impl Keeper {
             lifeline: None,
             was_ready: false,
             is_ready: false,
+            hangup: false,
+            silent_by: None,
             stop_by: None,
         })
     }
@@ -170,7 +181,7 @@ impl Keeper {
     fn keep(&mut self) -> Result<u8, KeeperError> {
         loop {
             let started = Instant::now();
-            self.is_ready = false;
+            (self.is_ready, self.hangup, self.silent_by) = (false, false, None);
             match self.start() {
                 Ok(child) => {
                     info!(pid = child.pid(), fds = self.held.len(), "daemon started");
@@ -200,14 +211,15 @@ impl Keeper {
         fds.push((reader, lifeline));
 
         let names: Vec<&str> = self.held.iter().map(|(name, _)| name.as_str()).collect();
-        let ours: [(&str, OsString); 4] = [
+        let ours: [(&str, OsString); 5] = [
             (LISTEN_FDS, names.len().to_string().into()),
             (LISTEN_FDNAMES, names.join(":").into()),
             (NOTIFY_SOCKET, self.inbox.address().into()),
+            (WATCHDOG_USEC, self.patience.watchdog.as_micros().to_string().into()),
             (KEEPER_FD, lifeline.to_string().into()),
         ];
         // Variables of a manager above this one are not the daemon's.
-        let others = [LISTEN_PID, "WATCHDOG_PID", "WATCHDOG_USEC"];
+        let others = [LISTEN_PID, WATCHDOG_PID];
         let is_ours = |name: &OsStr| {
             others.iter().any(|other| name == *other) || ours.iter().any(|(own, _)| name == *own)
         };
@@ -239,12 +251,16 @@ impl Keeper {
     /// Serves the daemon until it has ended.
     fn watch(&mut self, child: &Child) -> Result<ExitStatus, KeeperError> {
         loop {
-            self.wait(Some(child), self.stop_by)?;
+            let until = self.stop_by.or(self.silent_by);
+            self.wait(Some(child), until)?;
+            let overslept = until.is_some_and(|until| until.elapsed() > OVERSLEPT);
             let mut some_ended = false;
             while let Some(signal) = self.next_signal()? {
                 match signal {
                     Signal::CHILD => some_ended = true,
-                    Signal::HUP => child.signal(signal)?,
+                    // Before it is ready it may have no handler, and die of it.
+                    Signal::HUP if self.is_ready => child.signal(signal)?,
+                    Signal::HUP => self.hangup = true,
                     _ => {
                         info!("stopping");
                         self.stop_by.get_or_insert(Instant::now() + self.patience.stop);
@@ -266,6 +282,18 @@ impl Keeper {
             if let Some(status) = ended {
                 return Ok(status);
             }
+            if self.is_ready && std::mem::take(&mut self.hangup) {
+                child.signal(Signal::HUP)?;
+            }
+            if self.stop_by.is_none() && self.silent_by.is_some_and(|by| by <= Instant::now()) {
+                if overslept {
+                    self.hear(Told::Alive);
+                } else {
+                    error!(pid = child.pid(), silence = ?self.patience.watchdog, "daemon hangs and is killed");
+                    child.kill()?;
+                    self.silent_by = None;
+                }
+            }
             if self.stop_by.is_some_and(|by| by <= Instant::now()) {
                 warn!(pid = child.pid(), "daemon does not stop and is killed");
                 child.kill()?;
@@ -276,8 +304,17 @@ impl Keeper {
 
     fn hear(&mut self, told: Told) {
         match told {
-            Told::Ready => (self.was_ready, self.is_ready) = (true, true),
-            Told::Status(line) => info!(status = line, "daemon"),
+            Told::Ready => {
+                (self.was_ready, self.is_ready) = (true, true);
+                self.hear(Told::Alive);
+            }
+            Told::Alive => {
+                if self.is_ready {
+                    self.silent_by = Instant::now().checked_add(self.patience.watchdog);
+                }
+            }
+            // The daemon's own log says it, too.
+            Told::Status(line) => debug!(status = line, "daemon"),
             Told::ExtendTimeout(by) => {
                 // Only ever later, and only where a stop is in progress.
                 let by = Instant::now() + by;

@@ -15,14 +15,30 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use rustix::time::{ClockId, clock_gettime};
 use sd_notify::NotifyState;
 
 /// Where the manager listens.
 pub(crate) const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
+/// Within how many microseconds the manager wants to hear from the daemon.
+pub(crate) const WATCHDOG_USEC: &str = "WATCHDOG_USEC";
+/// The process that this is meant for, where that is said.
+pub(crate) const WATCHDOG_PID: &str = "WATCHDOG_PID";
+
+/// The time that has passed since the system began, as every process of it counts it.
+pub fn now() -> Duration {
+    let now = clock_gettime(ClockId::Monotonic);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
 
 /// The start is finished.
 pub fn ready() -> io::Result<()> {
     send(&[NotifyState::Ready])
+}
+
+/// The configuration is being read again; [`ready`] follows. With the clock's time, which newer managers compare with that of their signal.
+pub fn reloading() -> io::Result<()> {
+    send(&[NotifyState::Reloading, NotifyState::MonotonicUsec(now().as_micros() as i128)])
 }
 
 /// The daemon shuts down.

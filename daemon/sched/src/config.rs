@@ -9,7 +9,7 @@ pub enum PolicyKind {
     Fcfs,
 }
 
-/// Fixed for the life of a scheduler.
+/// Fixed for the life of a scheduler, but for what [`Tuning`] has.
 #[derive(Clone, Debug)]
 pub struct SchedulerConfig {
     /// Tokens in a block.
@@ -41,6 +41,17 @@ pub struct SchedulerConfig {
     /// How long a step may take, as predicted, in which a sequence decodes: prompts beside it are computed in parts that keep to
     /// this, of one block at least. `None` is as long as its tokens take.
     pub itl_target_us: Option<u64>,
+}
+
+/// What of a scheduler's configuration may change while it runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Tuning {
+    /// Most requests of one tenant that have not started. Those that wait already stay.
+    pub max_queued_requests: u32,
+    /// How long a step may take in which a sequence decodes.
+    pub itl_target_us: Option<u64>,
+    /// Whether sequences of tenants that say nothing guess what they say next.
+    pub prompt_lookup: bool,
 }
 
 /// A tenant's bounds in this pool.

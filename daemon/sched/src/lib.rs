@@ -49,7 +49,7 @@ mod suspect;
 mod table;
 mod tenant;
 
-pub use config::{PolicyKind, SchedulerConfig, ShareSpec};
+pub use config::{PolicyKind, SchedulerConfig, ShareSpec, Tuning};
 pub use pagedd_kv::{LedgerChange, LedgerRecord, ShareError};
 pub use plan::{Begin, BlockCopy, Input, Row, Sampled, StepOutput, StepPlan, TableUpdate};
 pub use request::{AdmitError, Applied, Emitted, Ended, Finished, NewRequest, Started};

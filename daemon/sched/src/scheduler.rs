@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use pagedd_core::{Blocks, FinishReason, PlanId, RequestId, SequenceId, TenantId, TokenId, Tokens};
 use pagedd_kv::{BlockLease, BlockPool, PrefixHasher};
 
-use crate::config::SchedulerConfig;
+use crate::config::{SchedulerConfig, Tuning};
 use crate::draft::Drafter;
 use crate::request::{AdmitError, Ended, Finished, NewRequest, Request};
 use crate::restore::blocks_at_full_length;
@@ -101,7 +101,15 @@ impl Scheduler {
         }
     }
 
-    /// What it was made with.
+    /// Changes what may change, from the next plan on.
+    pub fn tune(&mut self, tuning: Tuning) {
+        let Tuning { max_queued_requests, itl_target_us, prompt_lookup } = tuning;
+        self.config.max_queued_requests = max_queued_requests;
+        self.config.itl_target_us = itl_target_us;
+        self.config.prompt_lookup = prompt_lookup;
+    }
+
+    /// What it was made with, and tuned to.
     #[must_use]
     pub fn config(&self) -> &SchedulerConfig {
         &self.config

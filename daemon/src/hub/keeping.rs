@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use pagedd_core::TenantId;
 
-use super::{Hub, LEAST_KEPT, Place, Reader};
+use super::{Hub, LEAST_KEPT, Limits, Place, Reader};
 
 /// Requests that the journal may be told of at once. Beyond them it keeps them for its own time.
 const MOST_SPENT: usize = 1 << 16;
@@ -25,6 +25,12 @@ impl Hub {
     /// How long a tenant's requests are kept after their end; `None` is as long as others'.
     pub fn retain(&mut self, tenant: TenantId, own: Option<Duration>) {
         self.retentions.set(tenant, own);
+    }
+
+    /// What the configuration says has changed.
+    pub(super) fn configure(&mut self, limits: Limits) {
+        self.retentions.configure(limits.retention, limits.reattach_grace);
+        self.limits = Limits { reattach_grace: self.retentions.grace(), ..limits };
     }
 
     /// The daemon ends: from here on a request without a reader is none that was left.

@@ -6,6 +6,7 @@ use pagedd_wire::PROTOCOL;
 use pagedd_wire::worker::{Dtype, KvDtype, KvMemory};
 
 use super::*;
+use crate::watchdog::Watchdog;
 
 #[test]
 fn one_slow_step_does_not_let_the_next_hang_for_hours() {
@@ -58,7 +59,8 @@ fn deaf(dir: &Path) -> (WorkerProcess, watch::Receiver<ModelState>) {
     let env = vec![("PATH".into(), "/usr/bin:/bin".into())];
     let spec = WorkerSpec { model: "m".to_owned(), program, hello, env };
     let (state, states) = watch::channel(ModelState::Loading { permille: 0 });
-    (WorkerProcess::new(spec, Arc::new(FdStore::without_manager()), state), states)
+    let pulse = Watchdog::unwatched().pulse("test");
+    (WorkerProcess::new(spec, Arc::new(FdStore::without_manager()), state, pulse), states)
 }
 
 #[test]

@@ -25,6 +25,7 @@ const MAX_FDS: usize = 253;
 #[derive(Debug)]
 pub(super) enum Told {
     Ready,
+    Alive,
     Status(String),
     ExtendTimeout(Duration),
     Store { name: String, fds: Vec<OwnedFd> },
@@ -109,6 +110,9 @@ pub(super) fn parse(message: &str, fds: Vec<OwnedFd>) -> Vec<Told> {
     let mut told = Vec::new();
     if value("READY") == Some("1") {
         told.push(Told::Ready);
+    }
+    if value("WATCHDOG") == Some("1") {
+        told.push(Told::Alive);
     }
     if let Some(line) = value("STATUS") {
         told.push(Told::Status(line.to_owned()));

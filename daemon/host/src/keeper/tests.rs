@@ -11,6 +11,7 @@ fn the_first_restart_is_immediate_and_later_ones_wait_longer_up_to_a_bound() {
         first_delay: Duration::from_millis(100),
         longest_delay: Duration::from_millis(700),
         longest_after_ready: Duration::from_millis(300),
+        watchdog: Duration::ZERO,
         stop: Duration::ZERO,
     };
     let mut backoff = Backoff::new(patience);
@@ -31,9 +32,9 @@ fn the_first_restart_is_immediate_and_later_ones_wait_longer_up_to_a_bound() {
 
 #[test]
 fn a_message_may_say_several_things() {
-    let told = parse("READY=1\nSTATUS=two models\nEXTEND_TIMEOUT_USEC=5\nX=y\n", Vec::new());
+    let told = parse("READY=1\nWATCHDOG=1\nSTATUS=two models\nEXTEND_TIMEOUT_USEC=5\nX=y\n", Vec::new());
     assert!(
-        matches!(&told[..], [Told::Ready, Told::Status(line), Told::ExtendTimeout(by)]
+        matches!(&told[..], [Told::Ready, Told::Alive, Told::Status(line), Told::ExtendTimeout(by)]
             if line == "two models" && by.as_micros() == 5),
         "{told:?}"
     );
@@ -49,6 +50,8 @@ fn malformed_lines_say_nothing() {
         "READY=0",
         "READY=11",
         "READY=1x",
+        "WATCHDOG=0",
+        "WATCHDOG=trigger",
         "FDSTORE=1",
         "FDSTORE=1\nFDNAME=",
         "FDSTORE=1\nFDNAME=a:b",

@@ -1,9 +1,11 @@
+use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitStatus;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
@@ -26,10 +28,15 @@ struct Keeper {
 
 impl Keeper {
     fn start(first_delay_ms: &str, stop_ms: &str, env: &[(&str, &str)]) -> Self {
+        Self::start_with([first_delay_ms, stop_ms, AN_HOUR], env)
+    }
+
+    /// With these milliseconds: to the second restart, to stop, and to be silent.
+    fn start_with([first_delay_ms, stop_ms, watchdog_ms]: [&str; 3], env: &[(&str, &str)]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("strings");
         let listener = UnixListener::bind(&socket).unwrap();
-        let mut what = role("keeper", &[socket.to_str().unwrap(), first_delay_ms, stop_ms]);
+        let mut what = role("keeper", &[socket.to_str().unwrap(), first_delay_ms, stop_ms, watchdog_ms]);
         what.env = env.iter().map(|(name, value)| (name.into(), value.into())).collect();
         // A killed keeper leaves its own directory behind.
         what.env.push(("TMPDIR".into(), dir.path().into()));
@@ -47,7 +54,7 @@ impl Keeper {
             PollFd::new(&self.process, PollFlags::IN),
         ];
         poll(&mut fds, Some(&Timespec::try_from(LONG).unwrap())).unwrap();
-        assert!(!fds[0].revents().is_empty(), "keeper: {:?}", self.process.wait(std::time::Duration::ZERO));
+        assert!(!fds[0].revents().is_empty(), "keeper: {:?}", self.process.wait(Duration::ZERO));
         let (stream, _) = self.listener.accept().unwrap();
         stream.set_read_timeout(Some(LONG)).unwrap();
         let mut stream = BufReader::new(stream);
@@ -222,6 +229,61 @@ pub fn a_hangup_is_passed_on() {
     keeper.puppet().order("ready");
 }
 
+pub fn a_hangup_before_the_daemon_is_ready_waits_until_it_is() {
+    let keeper = Keeper::patient();
+    let mut puppet = keeper.puppet();
+    keeper.signal(Signal::SIGHUP);
+    for word in ["one", "two"] {
+        puppet.order(&format!("status {word}"));
+    }
+    // It may be gone before it has read the keeper's answer.
+    puppet.ask("ready");
+    puppet.gone();
+    keeper.puppet().order("ready");
+}
+
+pub fn a_daemon_that_is_ready_and_falls_silent_is_killed_and_followed() {
+    let keeper = Keeper::start_with([NO_DELAY, AN_HOUR, "300"], &[]);
+    let mut puppet = keeper.puppet();
+    assert_eq!(puppet.ask("environment WATCHDOG_USEC"), "300000");
+    puppet.order("ready");
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(900) {
+        puppet.order("alive");
+    }
+    let silent = Instant::now();
+    puppet.gone();
+    let (silence, mut next) = (silent.elapsed(), keeper.puppet());
+    assert!((Duration::from_millis(200)..LONG).contains(&silence), "{silence:?}");
+    next.order("ready");
+    next.say("exit 0");
+    assert_eq!(keeper.code(), 0);
+}
+
+pub fn a_daemon_may_be_silent_as_long_as_it_is_not_ready() {
+    let keeper = Keeper::start_with([NO_DELAY, AN_HOUR, "1"], &[]);
+    let mut puppet = keeper.puppet();
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(200) {
+        puppet.order("status waits");
+    }
+    puppet.say("exit 7");
+    assert_eq!(keeper.code(), 7);
+}
+
+pub fn a_store_of_a_thousand_fds_survives_restarts() {
+    let keeper = Keeper::patient();
+    let mut puppet = keeper.puppet();
+    puppet.order("store-many 1000");
+    for _ in 0..3 {
+        puppet.signal(Signal::SIGKILL);
+        puppet = keeper.puppet();
+        let names: BTreeSet<&str> = puppet.fds.split(' ').collect();
+        assert_eq!(names.len(), 1000, "{}", puppet.fds);
+        assert!((0..1000).all(|i| names.contains(format!("port-{i}=many").as_str())), "{}", puppet.fds);
+    }
+}
+
 pub fn a_daemon_that_does_not_stop_is_killed() {
     let keeper = Keeper::start(NO_DELAY, "1", &[]);
     let mut puppet = keeper.puppet();
@@ -258,6 +320,7 @@ pub fn the_environment_passes_except_what_was_meant_for_the_keeper() {
     let env = [
         ("PAGEDD_TEST", "passes"),
         ("WATCHDOG_USEC", "5"),
+        ("WATCHDOG_PID", "1"),
         ("LISTEN_FDS", "9"),
         ("LISTEN_PID", "1"),
         ("LISTEN_FDNAMES", "x"),
@@ -265,7 +328,8 @@ pub fn the_environment_passes_except_what_was_meant_for_the_keeper() {
     let keeper = Keeper::start(NO_DELAY, AN_HOUR, &env);
     let mut puppet = keeper.puppet();
     assert_eq!(puppet.ask("environment PAGEDD_TEST"), "passes");
-    assert_eq!(puppet.ask("environment WATCHDOG_USEC"), "-");
+    assert_eq!(puppet.ask("environment WATCHDOG_USEC"), "3600000000", "the keeper's own");
+    assert_eq!(puppet.ask("environment WATCHDOG_PID"), "-");
     assert_eq!(puppet.ask("environment LISTEN_FDS"), "0");
     assert_eq!(puppet.ask("environment LISTEN_PID"), puppet.pid.to_string());
 }

@@ -131,13 +131,14 @@ pub fn play(role: &str, args: &[&str]) -> ExitCode {
             store.store("lie", memory("lie").as_fd()).unwrap();
             notify::ready().unwrap();
         }
-        ("keeper", [socket, first_delay_ms, stop_ms]) => {
+        ("keeper", [socket, first_delay_ms, stop_ms, watchdog_ms]) => {
             let ms = |text: &str| Duration::from_millis(text.parse().unwrap());
             let patience = Patience {
                 good_run: Duration::from_hours(1),
                 first_delay: ms(first_delay_ms),
                 longest_delay: ms(first_delay_ms),
                 longest_after_ready: ms(first_delay_ms),
+                watchdog: ms(watchdog_ms),
                 stop: ms(stop_ms),
             };
             let args = ["role", "puppet", socket].map(OsString::from).to_vec();
@@ -185,6 +186,7 @@ fn puppet(socket: &str) -> ExitCode {
         let mut answer = "ok".to_owned();
         match line.split_whitespace().collect::<Vec<_>>()[..] {
             ["ready"] => notify::ready().unwrap(),
+            ["alive"] => notify::watchdog().unwrap(),
             ["status", word] => notify::status(word).unwrap(),
             ["extend", ms] => notify::extend_timeout(Duration::from_millis(ms.parse().unwrap())).unwrap(),
             ["store", name, text] => store.store(name, memory(text).as_fd()).unwrap(),
@@ -204,6 +206,12 @@ fn puppet(socket: &str) -> ExitCode {
                 let mut liar = role("liar", &[]);
                 liar.env = vec![("NOTIFY_SOCKET".into(), env::var_os("NOTIFY_SOCKET").unwrap())];
                 assert!(spawn(liar).unwrap().wait(LONG).unwrap().unwrap().success());
+            }
+            ["store-many", count] => {
+                let memory = memory("many");
+                for i in 0..count.parse::<u32>().unwrap() {
+                    store.store(&format!("port-{i}"), memory.as_fd()).unwrap();
+                }
             }
             ["block", "SIGTERM"] => {
                 let mut mask = SigSet::empty();

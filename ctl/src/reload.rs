@@ -1,0 +1,42 @@
+//! `pagedctl reload`.
+
+use crate::context::Context;
+use crate::failure::Failure;
+use pagedd_control::{Command, ReloadInfo, ReloadOutcome, Reply};
+
+/// What of the configuration, read again, takes effect when.
+pub fn run(context: &Context) -> Result<String, Failure> {
+    context.ask(Command::Reload, |reply| match reply {
+        Reply::Reloaded(info) => Some(render(info)),
+        _ => None,
+    })
+}
+
+fn render(info: &ReloadInfo) -> String {
+    match &info.outcome {
+        ReloadOutcome::Applied { now, later } if now.is_empty() && later.is_empty() => {
+            "the configuration was read again; nothing has changed\n".to_owned()
+        }
+        ReloadOutcome::Applied { now, later } => {
+            let line = |when, settings: &[String]| match settings {
+                [] => String::new(),
+                settings => format!("{when}: {}\n", settings.join(", ")),
+            };
+            line("now", now) + &line("at the next restart", later)
+        }
+        ReloadOutcome::Refused { error } => format!("refused: {error}\n"),
+    }
+}
+
+/// What there is to say of the last reload beside the configuration's path.
+pub fn note(info: Option<&ReloadInfo>) -> String {
+    match info.map(|info| &info.outcome) {
+        Some(ReloadOutcome::Refused { error }) => {
+            format!("; as it is now it is refused, and the one before in force: {error}")
+        }
+        Some(ReloadOutcome::Applied { later, .. }) if !later.is_empty() => {
+            format!("; at the next restart: {}", later.join(", "))
+        }
+        Some(ReloadOutcome::Applied { .. }) | None => String::new(),
+    }
+}
