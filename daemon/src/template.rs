@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagedd_host::{Sandbox, Spawn};
+use pagedd_host::{Capabilities, Sandbox, Spawn};
 use pagedd_wire::template::{FromTemplate, ToTemplate};
 use pagedd_wire::{Channel, ChannelError, PROTOCOL};
 use tokio::sync::oneshot;
@@ -175,7 +175,7 @@ impl Template {
                 fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
                 cgroup: None,
                 identity: None,
-                sandbox: Sandbox { no_new_privs: true },
+                sandbox: Sandbox { no_new_privs: true, capabilities: Capabilities::Users },
             })
             .map_err(|e| failed("template process", &e))?,
         );
