@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_control::{
     Command, ControlError, DrainState, Durable, ErrorCode, KeyInfo, KeyListed, MetricsText, Reply,
-    StatusInfo, Supervisor, TenantInfo, TenantListed, TenantSet, TenantShown, Walls,
+    SandboxState, StatusInfo, Supervisor, TenantInfo, TenantListed, TenantSet, TenantShown, Walls,
 };
 use pagedd_core::{FinishReason, ModelId};
 use pagedd_engine::StepRecord;
@@ -43,6 +43,8 @@ pub struct Facts {
     pub config: Option<PathBuf>,
     /// Whether limits are enforced by the kernel.
     pub walls: Walls,
+    /// What holds the gateways.
+    pub sandbox: SandboxState,
     /// Who restarts it.
     pub supervisor: Supervisor,
     /// When it started.
@@ -209,6 +211,7 @@ impl Daemon {
             state_dir: self.facts.state_dir.display().to_string(),
             config: self.facts.config.as_ref().map(|path| path.display().to_string()),
             walls: self.facts.walls.clone(),
+            sandbox: self.facts.sandbox.clone(),
             durable: durable(&self.durability.borrow()),
             supervisor: self.facts.supervisor,
             drain,

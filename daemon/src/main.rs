@@ -48,6 +48,7 @@ mod ports;
 mod recorder;
 mod reload;
 mod retention;
+mod sandbox;
 mod settings;
 mod start;
 mod status;

@@ -22,6 +22,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{error, info, warn};
 
 use crate::app::Settings;
+#[cfg(feature = "failpoints")]
+use crate::point::Marks;
 use crate::point::point;
 use crate::serve::Gateway;
 use crate::text::Text;
@@ -151,6 +153,8 @@ fn wait(channel: &Channel, children: &mut Vec<Child>) -> Result<bool, TemplateEr
             false
         }
     });
+    #[cfg(feature = "failpoints")]
+    Marks::new().settle();
     Ok(said)
 }
 
@@ -169,8 +173,11 @@ fn fork(
         sandbox: Sandbox { no_new_privs: true, capabilities: Capabilities::None },
         jail: Some(jail),
     };
-    fork_confined(&confinement, &[listener.as_fd(), socket.as_fd()])
-        .map_err(|e| e.to_string().replace('\n', " "))
+    #[cfg_attr(not(feature = "failpoints"), expect(unused_mut, reason = "test builds keep more"))]
+    let mut keep = vec![listener.as_fd(), socket.as_fd()];
+    #[cfg(feature = "failpoints")]
+    keep.extend(Marks::new().fds());
+    fork_confined(&confinement, &keep).map_err(|e| e.to_string().replace('\n', " "))
 }
 
 /// Serves the tenant to the end of this process.

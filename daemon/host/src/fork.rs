@@ -145,8 +145,11 @@ fn confine(
         limit_threads(THREADS)?;
     }
     shed(confinement.identity, confinement.sandbox)?;
-    if let Some(jail) = confinement.jail {
+    if confinement.identity.is_some() {
+        // The change of user did it already, unless the host was told otherwise.
         hide()?;
+    }
+    if let Some(jail) = confinement.jail {
         jail.enter()?;
     }
     Ok(())

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nix::sys::signal::{SigSet, SigmaskHow, pthread_sigmask};
 use nix::unistd::geteuid;
-use pagedd_host::{Identity, SpawnError, Step, spawn};
+use pagedd_host::{Capabilities, Identity, Sandbox, SpawnError, Step, spawn};
 
 use super::roles::{LONG, field, memory, output, pipe, program, role};
 
@@ -183,7 +183,8 @@ pub fn a_child_has_no_capability_or_those_to_change_its_user_and_keeps_them_over
         ["CapPrm", "CapEff", "CapAmb"].map(|name| u64::from_str_radix(&field(&status, name), 16).unwrap())
     };
     assert_eq!(of(Capabilities::None), [0; 3]);
-    let had = u64::from_str_radix(&field(&fs::read_to_string("/proc/self/status").unwrap(), "CapPrm"), 16).unwrap();
+    let had =
+        u64::from_str_radix(&field(&fs::read_to_string("/proc/self/status").unwrap(), "CapPrm"), 16).unwrap();
     // CAP_SETGID and CAP_SETUID, where this process has them.
     let users = had & 0b1100_0000;
     let [permitted, effective, _] = of(Capabilities::Users);
