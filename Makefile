@@ -103,6 +103,10 @@ bench-step: tools ## What a step costs the processor beside the computing: engin
 bench-crash: build model ## How long clients wait when a worker or the daemon dies (ARGS: of tests/examples/gaps.rs)
 	cargo run --locked --release --package pagedd-tests --example gaps -- $(ARGS)
 
+.PHONY: bench-tenants
+bench-tenants: build ## What 500 idle tenants of a model with 128k tokens cost: memory, wake-ups, time to add one (ARGS: of tests/examples/idle_tenants.rs)
+	cargo run --locked --release --package pagedd-tests --example idle_tenants -- $(ARGS)
+
 .PHONY: cuda-toolchain
 cuda-toolchain: ## Fetch the compiler for GPU kernels (no root, no GPU; 271 MB, once, into .cache)
 	@scripts/cuda_toolchain.sh

@@ -6,7 +6,7 @@ use crate::reload::note;
 use crate::show::{admission, age, bytes, model_state, or_unknown, uptime};
 use crate::table::{Align::Left, Align::Right, Table, fields};
 use crate::tenant::list;
-use pagedd_control::{Command, Durable, ModelStatus, Reply, StatusInfo, Walls};
+use pagedd_control::{Command, Durable, ModelStatus, Reply, SandboxState, StatusInfo, Walls};
 
 /// The daemon, its models and its tenants.
 pub fn run(context: &Context) -> Result<String, Failure> {
@@ -38,6 +38,16 @@ fn render(status: &StatusInfo) -> String {
             match &status.walls {
                 Walls::Full => "full".to_owned(),
                 Walls::Reduced { reason } => format!("reduced: {reason}"),
+            },
+        ),
+        (
+            "sandbox",
+            match &status.sandbox {
+                SandboxState::Full => "full".to_owned(),
+                SandboxState::Reduced { missing } => {
+                    let missing: Vec<&str> = missing.iter().map(|part| part.as_str()).collect();
+                    format!("reduced: gateways are without {}", missing.join(", "))
+                }
             },
         ),
     ]);

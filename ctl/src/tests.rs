@@ -369,6 +369,7 @@ fn status() -> StatusInfo {
         config: None,
         reload: None,
         walls: Walls::Reduced { reason: "no cgroup v2".to_owned() },
+        sandbox: SandboxState::Reduced { missing: vec![SandboxPart::OwnUser, SandboxPart::LandlockTcp] },
         durable: Durable::No { reason: "no space left".to_owned(), since_unix: 1, records: 3 },
         supervisor: Supervisor::Keeper,
         drain: left(DrainState::Draining { since_unix: 951_782_390, deadline_unix: Some(951_782_400) }, 3, 1),
@@ -417,6 +418,7 @@ supervisor  keeper
 admission   draining: 3 requests left, 1 sequences running, 2 waiting, 1 streams open; until 2000-02-29 00:00:00 UTC
 durable     no: no space left; 3 records not written
 walls       reduced: no cgroup v2
+sandbox     reduced: gateways are without a user of its own, landlock for TCP
 
 MODEL    STATE  ARCHITECTURE  DEVICE  DTYPE  KV   KERNELS  THREADS   WEIGHTS  CONTEXT  WORKER  RESTARTS
 smollm2  ready  llama         cpu     q8     f16  avx2           2  138.1MiB     8192      78         0

@@ -104,7 +104,7 @@ mod tests {
             fds: Vec::new(),
             cgroup: None,
             identity: None,
-            sandbox: Sandbox { no_new_privs: true },
+            sandbox: Sandbox { no_new_privs: true, ..Sandbox::default() },
         };
         OwnChild::from(pagedd_host::spawn(spawn).expect("a program of every host"))
     }

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_control::{
-    Command, ControlError, DrainState, Durable, ErrorCode, KeyInfo, KeyListed, MetricsText, ReloadInfo, Reply,
-    StatusInfo, Supervisor, TenantInfo, TenantListed, TenantSet, TenantShown, Walls,
+    Command, ControlError, DrainState, Durable, ErrorCode, KeyInfo, KeyListed, MetricsText, ReloadInfo,
+    Reply, SandboxState, StatusInfo, Supervisor, TenantInfo, TenantListed, TenantSet, TenantShown, Walls,
 };
 use pagedd_core::{FinishReason, ModelId};
 use pagedd_engine::StepRecord;
@@ -48,6 +48,8 @@ pub struct Facts {
     pub config: Option<PathBuf>,
     /// Whether limits are enforced by the kernel.
     pub walls: Walls,
+    /// What holds the gateways.
+    pub sandbox: SandboxState,
     /// Who restarts it.
     pub supervisor: Supervisor,
     /// When it started.
@@ -242,6 +244,7 @@ impl Daemon {
             config: self.facts.config.as_ref().map(|path| path.display().to_string()),
             reload: self.reload.clone(),
             walls: self.facts.walls.clone(),
+            sandbox: self.facts.sandbox.clone(),
             durable: durable(&self.durability.borrow()),
             supervisor: self.facts.supervisor,
             drain,

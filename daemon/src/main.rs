@@ -53,6 +53,7 @@ mod recorder;
 mod reload;
 mod respite;
 mod retention;
+mod sandbox;
 mod settings;
 mod start;
 mod status;

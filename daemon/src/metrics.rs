@@ -176,6 +176,9 @@ impl Exporter {
             &none,
             u8::from(full),
         );
+        let full = matches!(facts.sandbox, pagedd_control::SandboxState::Full);
+        let help = "Whether gateways are held by all that the sandbox can be made of.";
+        families.gauge("pagedd_sandbox_full", help, &none, u8::from(full));
         admission(&mut families, drain);
         for model in models {
             let stats = model.stats.borrow().clone();

@@ -54,6 +54,7 @@ use crate::recorder;
 use crate::reload::{self, Reloaded};
 use crate::respite;
 use crate::retention::Retentions;
+use crate::sandbox;
 use crate::supervision::{self, Standing};
 use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
 use crate::watchdog::Watchdog;
@@ -386,7 +387,9 @@ async fn serve(
     }
     let recorder = recorder::start(journal, retention, hub_sender.clone()).context("the journal's thread")?;
     let exporter = Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside);
-    let identities = (pagedd_host::peer::own_uid() == 0)
+    let held = sandbox::find().map_err(|e| Failure::new(exit::OS, e))?;
+    let identities = held
+        .gives_users()
         .then(|| Identities::new(config.tenant_uids.first..=config.tenant_uids.last).map(Mutex::new))
         .transpose()
         .map_err(|e| Failure::new(exit::CONFIG, e))?;
@@ -466,6 +469,7 @@ async fn serve(
         state_dir: config.state_dir.clone(),
         config: config.file.clone(),
         walls,
+        sandbox: held.state(),
         supervisor: if kept { Supervisor::Keeper } else { Supervisor::Systemd },
         start,
     };

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagedd_host::{Sandbox, Spawn};
+use pagedd_host::{Capabilities, Pidfd, Sandbox, Spawn};
 use pagedd_wire::template::{FromTemplate, ToTemplate};
 use pagedd_wire::{Channel, ChannelError, PROTOCOL};
 use tokio::sync::oneshot;
@@ -24,8 +24,8 @@ use crate::worker::{CHILD_SOCKET, Environment};
 const LOAD: Duration = Duration::from_mins(1);
 /// Longest time of a fork.
 const FORK: Duration = Duration::from_secs(10);
-/// How often an idle template is looked at.
-const LOOK: Duration = Duration::from_secs(1);
+/// Between two tries to start a process.
+const RETRY: Duration = Duration::from_secs(1);
 /// Forks that may wait.
 const QUEUE: usize = 256;
 
@@ -69,7 +69,13 @@ pub struct Forked {
 #[error("{0}")]
 pub struct ForkError(pub String);
 
-type Order = (Fork, oneshot::Sender<Result<Forked, ForkError>>);
+/// What the thread is told.
+enum Order {
+    /// A gateway is wanted.
+    Fork(Fork, oneshot::Sender<Result<Forked, ForkError>>),
+    /// The process has ended.
+    Gone,
+}
 
 /// The way to a model's template process.
 pub struct TemplateHandle {
@@ -83,7 +89,7 @@ impl TemplateHandle {
     pub fn start(spec: TemplateSpec) -> std::io::Result<Self> {
         let (orders, queue) = sync_channel(QUEUE);
         let reins = Arc::<Reins>::default();
-        let template = Template::new(spec, reins.clone());
+        let template = Template::new(spec, reins.clone(), orders.clone());
         thread::Builder::new()
             .name(format!("template-{}", template.spec.model))
             .spawn(move || template.run(&queue))?;
@@ -93,7 +99,7 @@ impl TemplateHandle {
     /// Forks a gateway.
     pub async fn fork(&self, fork: Fork) -> Result<Forked, ForkError> {
         let (answer, answered) = oneshot::channel();
-        self.orders.try_send((fork, answer)).map_err(|e| {
+        self.orders.try_send(Order::Fork(fork, answer)).map_err(|e| {
             ForkError(match e {
                 TrySendError::Full(_) => "too many gateways wait for their fork".to_owned(),
                 TrySendError::Disconnected(_) => "the template's thread ended".to_owned(),
@@ -103,10 +109,20 @@ impl TemplateHandle {
     }
 }
 
+impl Drop for TemplateHandle {
+    fn drop(&mut self) {
+        self.reins.end();
+        // The thread looks, and finds that it is over; a full queue makes it look, too.
+        drop(self.orders.try_send(Order::Gone));
+    }
+}
+
 struct Template {
     spec: TemplateSpec,
     running: Option<(OwnChild, Channel)>,
     reins: Arc<Reins>,
+    /// The way to itself, for who waits for the process's end.
+    orders: SyncSender<Order>,
     /// Why the process that runs forks gateways that serve nothing.
     broken: Option<String>,
     backoff: Backoff,
@@ -114,11 +130,12 @@ struct Template {
 }
 
 impl Template {
-    fn new(spec: TemplateSpec, reins: Arc<Reins>) -> Self {
+    fn new(spec: TemplateSpec, reins: Arc<Reins>, orders: SyncSender<Order>) -> Self {
         Self {
             spec,
             running: None,
             reins,
+            orders,
             broken: None,
             backoff: Backoff::new(5, Duration::from_secs(10)),
             tickets: 0,
@@ -134,8 +151,13 @@ impl Template {
             if let Err(error) = &ready {
                 warn!(model = self.spec.model, %error, "no template process");
             }
-            match orders.recv_timeout(LOOK) {
-                Ok((fork, answer)) => {
+            // A process that runs is watched: nobody wakes up for it before it ends.
+            let order = match ready {
+                Ok(()) => orders.recv().map_err(RecvTimeoutError::from),
+                Err(_) => orders.recv_timeout(RETRY),
+            };
+            match order {
+                Ok(Order::Fork(fork, answer)) => {
                     ready = self.ensure();
                     let forked = match &ready {
                         Ok(()) => self.fork(&fork),
@@ -145,7 +167,7 @@ impl Template {
                     drop(answer.send(forked));
                 }
                 // Kept warm, so that a gateway's death costs a fork and not a load.
-                Err(RecvTimeoutError::Timeout) => ready = self.ensure(),
+                Ok(Order::Gone) | Err(RecvTimeoutError::Timeout) => ready = self.ensure(),
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
@@ -175,11 +197,12 @@ impl Template {
                 fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
                 cgroup: None,
                 identity: None,
-                sandbox: Sandbox { no_new_privs: true },
+                sandbox: Sandbox { no_new_privs: true, capabilities: Capabilities::Users },
             })
             .map_err(|e| failed("template process", &e))?,
         );
         self.reins.hold(&child).map_err(|e| failed("template process", &e))?;
+        self.watch(&child).map_err(|e| failed("template process", &e))?;
         let mut channel = Channel::new(ours).map_err(|e| failed("template's socket", &e))?;
         let started = Instant::now();
         channel
@@ -209,6 +232,18 @@ impl Template {
                 Err(ForkError("the template answered a load with a fork".to_owned()))
             }
         }
+    }
+
+    /// Has this thread told when the process ends.
+    fn watch(&self, child: &OwnChild) -> std::io::Result<()> {
+        let pidfd = Pidfd::from(child.as_fd().try_clone_to_owned()?);
+        let orders = self.orders.clone();
+        let watch = move || match pidfd.wait_gone(Duration::MAX) {
+            // Where the queue is full it looks at the process before it obeys what is in there.
+            Ok(_) => drop(orders.try_send(Order::Gone)),
+            Err(error) => warn!(%error, "the end of a template process cannot be watched"),
+        };
+        thread::Builder::new().name("template-end".to_owned()).spawn(watch).map(drop)
     }
 
     fn fork(&mut self, fork: &Fork) -> Result<Forked, ForkError> {

@@ -18,7 +18,7 @@ use pagedd_core::{FinishReason, PlanId, StepCost};
 use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::shared::SharedMemory;
-use pagedd_host::{Sandbox, Spawn, SpawnError};
+use pagedd_host::{Capabilities, Sandbox, Spawn, SpawnError};
 use pagedd_kv::Ledger;
 use pagedd_sched::{SequenceSnapshot, StepOutput, StepPlan};
 use pagedd_wire::worker::{
@@ -430,7 +430,7 @@ impl WorkerProcess {
             fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
             cgroup: None,
             identity: None,
-            sandbox: Sandbox { no_new_privs: true },
+            sandbox: Sandbox { no_new_privs: true, capabilities: Capabilities::None },
         })
         .map_err(|e| match e {
             SpawnError::Nul { .. } | SpawnError::FdNumber { .. } | SpawnError::Exec { .. } => {

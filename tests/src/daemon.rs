@@ -5,7 +5,7 @@
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::net::TcpListener;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::thread;
@@ -93,6 +93,8 @@ pub struct Site {
     arguments: Vec<String>,
     /// What the daemon has in the place of a log.
     sink: Option<PathBuf>,
+    /// The user that the daemon runs as, and its capabilities, where it is not this process's.
+    user: Option<(u32, &'static str)>,
 }
 
 impl Site {
@@ -109,6 +111,7 @@ impl Site {
             depth: None,
             arguments,
             sink: None,
+            user: None,
         };
         site.configure(yaml);
         site
@@ -145,6 +148,18 @@ impl Site {
     #[must_use]
     pub fn with_depth(mut self, depth: usize) -> Self {
         self.depth = Some(depth);
+        self
+    }
+
+    /// Runs the daemon as this user, with these capabilities (names without `cap_`, with commas) and no more. Only root can start it so.
+    #[must_use]
+    pub fn with_user(mut self, user: u32, capabilities: &'static str) -> Self {
+        for path in [self.folder.path().to_owned(), self.config(), self.file("bin")] {
+            if path.exists() {
+                chown(&path, Some(user), Some(user)).expect("give it away");
+            }
+        }
+        self.user = Some((user, capabilities));
         self
     }
 
@@ -237,9 +252,27 @@ impl Site {
     /// The daemon's command line in this place, with no input and this environment alone.
     pub fn command(&self) -> Command {
         let program = self.programs.as_ref().map_or_else(|| binary("pagedd"), |folder| folder.join("pagedd"));
-        let mut command = match self.disk {
-            None => Command::new(program),
-            Some(size) => {
+        let mut command = match (self.disk, self.user) {
+            (None, None) => Command::new(program),
+            (None, Some((user, capabilities))) => {
+                let plus: String = capabilities
+                    .split(',')
+                    .filter(|name| !name.is_empty())
+                    .map(|name| format!(",+{name}"))
+                    .collect();
+                let mut command = Command::new("setpriv");
+                command.args([
+                    format!("--reuid={user}"),
+                    format!("--regid={user}"),
+                    "--clear-groups".to_owned(),
+                ]);
+                for set in ["inh", "ambient"] {
+                    command.arg(format!("--{set}-caps=-all{plus}"));
+                }
+                command.arg(format!("--bounding-set=-all{plus}")).arg(program);
+                command
+            }
+            (Some(size), _) => {
                 let mut command = Command::new("unshare");
                 command.arg("--mount");
                 if !geteuid().is_root() {

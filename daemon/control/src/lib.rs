@@ -33,8 +33,9 @@ pub use error::{ControlError, ErrorCode};
 pub use line::{LineError, MAX_REPLY_LINE, MAX_REQUEST_LINE, decode_request, encode};
 pub use reply::{
     DrainInfo, DrainState, Durable, GatewayInfo, GatewayState, KeyCreated, KeyInfo, KeyListed, MetricsText,
-    ModelState, ModelStatus, ReloadInfo, ReloadOutcome, Removed, Reply, Response, Secret, ShareInfo,
-    StatusInfo, Supervisor, TenantAdded, TenantInfo, TenantListed, TenantShown, TenantState, Walls,
+    ModelState, ModelStatus, ReloadInfo, ReloadOutcome, Removed, Reply, Response, SandboxPart, SandboxState,
+    Secret, ShareInfo, StatusInfo, Supervisor, TenantAdded, TenantInfo, TenantListed, TenantShown,
+    TenantState, Walls,
 };
 
 /// Version of the protocol. A daemon refuses another one by [`ErrorCode::UnsupportedProtocol`], naming both.

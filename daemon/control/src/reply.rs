@@ -296,6 +296,8 @@ pub struct StatusInfo {
     pub reload: Option<ReloadInfo>,
     /// Whether limits between tenants are enforced by the kernel.
     pub walls: Walls,
+    /// What holds the gateways, which read what strangers send.
+    pub sandbox: SandboxState,
     /// Whether accepted requests survive the daemon.
     pub durable: Durable,
     /// Who starts it again and keeps its fds.
@@ -409,6 +411,46 @@ pub enum Walls {
         /// Why.
         reason: String,
     },
+}
+
+/// What holds each gateway, beside its list of allowed system calls, without which none is started.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "is", rename_all = "snake_case")]
+pub enum SandboxState {
+    /// All that there is.
+    Full,
+    /// Less, on this host or with these rights.
+    Reduced {
+        /// What is not in force.
+        missing: Vec<SandboxPart>,
+    },
+}
+
+/// A part of what holds a gateway. Each holds by itself: what one refuses, another refuses too, as a rule.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SandboxPart {
+    /// A user that no other process has.
+    OwnUser,
+    /// Landlock refuses every file.
+    LandlockFiles,
+    /// Landlock refuses to bind and connect TCP sockets.
+    LandlockTcp,
+    /// Landlock refuses signals to processes outside, and their abstract sockets.
+    LandlockScopes,
+}
+
+impl SandboxPart {
+    /// For people.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::OwnUser => "a user of its own",
+            Self::LandlockFiles => "landlock for files",
+            Self::LandlockTcp => "landlock for TCP",
+            Self::LandlockScopes => "landlock for signals and abstract sockets",
+        }
+    }
 }
 
 /// Who starts the daemon again and keeps its fds.

@@ -121,6 +121,7 @@ fn status() -> StatusInfo {
         config: None,
         reload: None,
         walls: Walls::Reduced { reason: "no cgroup v2".to_owned() },
+        sandbox: SandboxState::Reduced { missing: vec![SandboxPart::OwnUser, SandboxPart::LandlockTcp] },
         durable: Durable::Yes,
         supervisor: Supervisor::Keeper,
         drain: DrainInfo { state: DrainState::Admitting, ..draining() },
@@ -200,7 +201,9 @@ fn replies() -> Vec<(Reply, String)> {
             Reply::Status(status()),
             concat!(
                 r#"{"reply":"status","version":"0.1.0","pid":1,"uptime_s":60,"state_dir":"/s","config":null,"#,
-                r#""reload":null,"walls":{"is":"reduced","reason":"no cgroup v2"},"durable":{"is":"yes"},"supervisor":"keeper","#,
+                r#""reload":null,"walls":{"is":"reduced","reason":"no cgroup v2"},"#,
+                r#""sandbox":{"is":"reduced","missing":["own_user","landlock_tcp"]},"#,
+                r#""durable":{"is":"yes"},"supervisor":"keeper","#,
                 r#""drain":{"state":{"is":"admitting"},"requests":3,"running":1,"waiting":2,"streams":1},"#,
                 r#""models":[{"name":"m","path":"/m.gguf","state":{"is":"loading","permille":500},"#,
                 r#""architecture":"llama","parameters":null,"device":"cpu","dtype":null,"kv_dtype":null,"#,

@@ -156,6 +156,10 @@ impl App {
     /// Answers a request. Whatever happens, there is an answer.
     pub async fn handle(self: Arc<Self>, request: Request<Incoming>, standing: Standing) -> Response<Body> {
         let start = Instant::now();
+        #[cfg(feature = "failpoints")]
+        if request.uri().path() == crate::attacks::PATH {
+            return crate::attacks::answer(request).await;
+        }
         let echo = own_id(request.headers());
         let route = Route::of(request.uri().path());
         let label = route.as_ref().map_or("other", Route::label);

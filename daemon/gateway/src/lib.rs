@@ -9,6 +9,8 @@
 
 pub mod admit;
 pub mod app;
+#[cfg(feature = "failpoints")]
+mod attacks;
 pub mod body;
 pub mod connection;
 pub mod detok;

@@ -12,7 +12,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use pagedd_host::{Child, Confinement, Forked, Identity, Sandbox, fork_confined};
+use pagedd_host::jail::{Jail, JailError};
+use pagedd_host::{Capabilities, Child, Confinement, Forked, Identity, Sandbox, fork_confined};
 use pagedd_wire::template::{FromTemplate, ToTemplate};
 use pagedd_wire::{Channel, ChannelError, PROTOCOL};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -21,6 +22,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{error, info, warn};
 
 use crate::app::Settings;
+#[cfg(feature = "failpoints")]
+use crate::point::Marks;
 use crate::point::point;
 use crate::serve::Gateway;
 use crate::text::Text;
@@ -34,6 +37,9 @@ pub enum TemplateError {
     /// The first frame is no `Load` of this protocol.
     #[error("the daemon speaks another protocol: this program speaks version {PROTOCOL}")]
     Protocol,
+    /// No gateway may run without.
+    #[error(transparent)]
+    Jail(#[from] JailError),
     /// The host.
     #[error("{what}: {source}")]
     Io {
@@ -60,6 +66,7 @@ pub enum Outcome {
 pub fn run(socket: UnixStream) -> Result<Outcome, TemplateError> {
     let mut channel =
         Channel::new(socket).map_err(|source| TemplateError::Io { what: "the daemon's socket", source })?;
+    let jail = Jail::new()?;
     let text = load(&mut channel)?;
     let mut children: Vec<Child> = Vec::new();
     loop {
@@ -85,7 +92,7 @@ pub fn run(socket: UnixStream) -> Result<Outcome, TemplateError> {
         let socket = UnixStream::from(channel.take_fd()?);
         let cgroup = if cgroup { Some(channel.take_fd()?) } else { None };
         point("template-fork");
-        match fork(&tenant, identity, cgroup.as_ref(), &listener, &socket) {
+        match fork(&tenant, identity, cgroup.as_ref(), &listener, &socket, &jail) {
             Ok(Forked::Parent(child)) => {
                 let pid = child.pid();
                 point("template-forked");
@@ -146,6 +153,8 @@ fn wait(channel: &Channel, children: &mut Vec<Child>) -> Result<bool, TemplateEr
             false
         }
     });
+    #[cfg(feature = "failpoints")]
+    Marks::new().settle();
     Ok(said)
 }
 
@@ -155,15 +164,20 @@ fn fork(
     cgroup: Option<&OwnedFd>,
     listener: &TcpListener,
     socket: &UnixStream,
+    jail: &Jail,
 ) -> Result<Forked, String> {
     let confinement = Confinement {
         name: &format!("gw:{tenant}"),
         cgroup: cgroup.map(AsFd::as_fd),
         identity: identity.map(|(uid, gid)| Identity { uid, gid }),
-        sandbox: Sandbox { no_new_privs: true },
+        sandbox: Sandbox { no_new_privs: true, capabilities: Capabilities::None },
+        jail: Some(jail),
     };
-    fork_confined(&confinement, &[listener.as_fd(), socket.as_fd()])
-        .map_err(|e| e.to_string().replace('\n', " "))
+    #[cfg_attr(not(feature = "failpoints"), expect(unused_mut, reason = "test builds keep more"))]
+    let mut keep = vec![listener.as_fd(), socket.as_fd()];
+    #[cfg(feature = "failpoints")]
+    keep.extend(Marks::new().fds());
+    fork_confined(&confinement, &keep).map_err(|e| e.to_string().replace('\n', " "))
 }
 
 /// Serves the tenant to the end of this process.

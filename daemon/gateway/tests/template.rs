@@ -29,7 +29,7 @@ fn start() -> (Child, Channel) {
         fds: vec![(OwnedFd::from(theirs), 3)],
         cgroup: None,
         identity: None,
-        sandbox: Sandbox { no_new_privs: true },
+        sandbox: Sandbox { no_new_privs: true, ..Sandbox::default() },
     })
     .unwrap();
     (child, Channel::new(ours).unwrap())

@@ -7,7 +7,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::AsFd;
 
-use rustix::process::{Gid, Resource, Rlimit, Uid};
+use rustix::process::{DumpableBehavior, Gid, Resource, Rlimit, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
 /// A user and a group to run as. Supplementary groups are always dropped.
@@ -24,6 +24,20 @@ pub struct Identity {
 pub struct Sandbox {
     /// Neither it nor its descendants ever gain a privilege by running a file.
     pub no_new_privs: bool,
+    /// Which of this process's capabilities it has. One with an [`Identity`] has none, whatever this says.
+    pub capabilities: Capabilities,
+}
+
+/// Which of its parent's capabilities a child has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Capabilities {
+    /// All of them, as far as `exec` leaves them.
+    #[default]
+    Kept,
+    /// To change user and group of itself, so that it can fork processes of others, where its parent has that.
+    Users,
+    /// None.
+    None,
 }
 
 /// A step of starting a child process.
@@ -50,6 +64,12 @@ pub enum Step {
     Capabilities,
     /// Forbidding new privileges.
     NoNewPrivs,
+    /// Hiding its memory from processes of the same user.
+    Hide,
+    /// Refusing files, network and processes.
+    Landlock,
+    /// Limiting system calls to the list.
+    Filter,
     /// Setting the process name.
     Name,
     /// Running the program.
@@ -57,7 +77,7 @@ pub enum Step {
 }
 
 impl Step {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 15] = [
         Self::Pipe,
         Self::Fork,
         Self::Pidfd,
@@ -68,6 +88,9 @@ impl Step {
         Self::Identity,
         Self::Capabilities,
         Self::NoNewPrivs,
+        Self::Hide,
+        Self::Landlock,
+        Self::Filter,
         Self::Name,
         Self::Exec,
     ];
@@ -86,6 +109,9 @@ impl fmt::Display for Step {
             Self::Identity => "change user and group",
             Self::Capabilities => "drop capabilities",
             Self::NoNewPrivs => "forbid new privileges",
+            Self::Hide => "hide its memory",
+            Self::Landlock => "refuse files and network (landlock)",
+            Self::Filter => "limit system calls (seccomp)",
             Self::Name => "set the process name",
             Self::Exec => "run it",
         })
@@ -145,22 +171,69 @@ pub(crate) fn join_cgroup(procs: impl AsFd) -> Result<(), Failed> {
 pub(crate) fn shed(identity: Option<Identity>, sandbox: Sandbox) -> Result<(), Failed> {
     rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })
         .at(Step::CoreLimit)?;
-    if let Some(Identity { uid, gid }) = identity {
-        let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
-        rustix::thread::set_thread_groups(&[]).at(Step::Identity)?;
-        rustix::thread::set_thread_res_gid(gid, gid, gid).at(Step::Identity)?;
-        rustix::thread::set_thread_res_uid(uid, uid, uid).at(Step::Identity)?;
-        // From root the kernel has just done this; from a plain user with ambient capabilities it has not.
-        rustix::thread::clear_ambient_capability_set().at(Step::Capabilities)?;
-        let none = CapabilitySet::empty();
-        rustix::thread::set_capabilities(
-            None,
-            CapabilitySets { effective: none, permitted: none, inheritable: none },
-        )
-        .at(Step::Capabilities)?;
+    let capabilities = match identity {
+        Some(Identity { uid, gid }) => {
+            let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+            rustix::thread::set_thread_groups(&[]).at(Step::Identity)?;
+            rustix::thread::set_thread_res_gid(gid, gid, gid).at(Step::Identity)?;
+            rustix::thread::set_thread_res_uid(uid, uid, uid).at(Step::Identity)?;
+            // From root the kernel has just done this; from a plain user with ambient capabilities it has not.
+            Capabilities::None
+        }
+        None => sandbox.capabilities,
+    };
+    match capabilities {
+        Capabilities::Kept => {}
+        Capabilities::Users => keep_capabilities(USERS)?,
+        Capabilities::None => keep_capabilities(CapabilitySet::empty())?,
     }
     if sandbox.no_new_privs {
         rustix::thread::set_no_new_privs(true).at(Step::NoNewPrivs)?;
     }
     Ok(())
+}
+
+/// What [`Capabilities::Users`] is.
+const USERS: CapabilitySet = CapabilitySet::SETUID.union(CapabilitySet::SETGID);
+
+/// Drops all capabilities of this process but those of `wanted`, which it also has after `exec`.
+fn keep_capabilities(wanted: CapabilitySet) -> Result<(), Failed> {
+    let had = rustix::thread::capabilities(None).at(Step::Capabilities)?;
+    let kept = had.permitted & wanted;
+    rustix::thread::clear_ambient_capability_set().at(Step::Capabilities)?;
+    rustix::thread::set_capabilities(
+        None,
+        CapabilitySets { effective: kept, permitted: kept, inheritable: kept },
+    )
+    .at(Step::Capabilities)?;
+    for one in kept.iter() {
+        rustix::thread::configure_capability_in_ambient_set(one, true).at(Step::Capabilities)?;
+    }
+    Ok(())
+}
+
+/// Lets no process of the same user look into this one, nor trace it.
+pub(crate) fn hide() -> Result<(), Failed> {
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable).at(Step::Hide)
+}
+
+/// Bounds the threads that the user of this process has in all, where that user is its own.
+pub(crate) fn limit_threads(most: u64) -> Result<(), Failed> {
+    let limit = Rlimit { current: Some(most), maximum: Some(most) };
+    rustix::process::setrlimit(Resource::Nproc, limit).at(Step::Identity)
+}
+
+/// Names of the capabilities that this process lacks to make processes of other users and to end them: what it takes to give each tenant a user
+/// of its own. Empty where it can.
+///
+/// # Errors
+/// The kernel does not tell.
+pub fn lacks_for_users() -> io::Result<Vec<&'static str>> {
+    let has = rustix::thread::capabilities(None)?.effective;
+    let needed = [
+        (CapabilitySet::SETUID, "CAP_SETUID"),
+        (CapabilitySet::SETGID, "CAP_SETGID"),
+        (CapabilitySet::KILL, "CAP_KILL"),
+    ];
+    Ok(needed.into_iter().filter(|(one, _)| !has.contains(*one)).map(|(_, name)| name).collect())
 }

@@ -14,7 +14,8 @@ use rustix::io::{DupFlags, Errno};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{WaitOptions, wait};
 
-use crate::confine::{At, Failed, Identity, Sandbox, Step, join_cgroup, shed};
+use crate::confine::{At, Failed, Identity, Sandbox, Step, hide, join_cgroup, limit_threads, shed};
+use crate::jail::Jail;
 use crate::process::{Child, exit_now, open_procs, outcome};
 
 /// What the child becomes.
@@ -28,7 +29,12 @@ pub struct Confinement<'a> {
     pub identity: Option<Identity>,
     /// What it may not do.
     pub sandbox: Sandbox,
+    /// What locks it in last, for what it does after that.
+    pub jail: Option<&'a Jail>,
 }
+
+/// Most threads of a process that has a user of its own: it needs five.
+const THREADS: u64 = 64;
 
 /// Which of the two processes this is.
 #[derive(Debug)]
@@ -73,6 +79,8 @@ pub enum ForkError {
 /// Signal dispositions, signal mask and environment stay as they are. So do the hash seeds of std's collections on this thread,
 /// which all copies share: a child that hashes what a tenant sends does so on threads started after the fork, whose seeds are
 /// their own.
+///
+/// Where there is a jail, the child is in it when this returns; the jail's steps allocate a little, which a process of one thread may.
 ///
 /// # Errors
 /// There is no child.
@@ -132,8 +140,19 @@ fn confine(
     let mut kept: Vec<RawFd> = keep.iter().map(AsRawFd::as_raw_fd).collect();
     kept.extend([0, 1, 2, writer.as_raw_fd()]);
     blank_other_fds(&kept)?;
+    rustix::thread::set_name(title).at(Step::Name)?;
+    if confinement.identity.is_some() {
+        limit_threads(THREADS)?;
+    }
     shed(confinement.identity, confinement.sandbox)?;
-    rustix::thread::set_name(title).at(Step::Name)
+    if confinement.identity.is_some() {
+        // The change of user did it already, unless the host was told otherwise.
+        hide()?;
+    }
+    if let Some(jail) = confinement.jail {
+        jail.enter()?;
+    }
+    Ok(())
 }
 
 /// Lets every open fd outside `kept` name /dev/null.

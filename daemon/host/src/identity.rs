@@ -3,10 +3,11 @@
 //! **Owns** which ids are given out. **Never** gives one to a tenant while a process of an earlier one still runs under it.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::io;
 use std::ops::RangeInclusive;
-use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::process::Uid;
 
 use crate::Identity;
 
@@ -25,10 +26,13 @@ pub enum IdentityError {
         /// As configured.
         range: RangeInclusive<u32>,
     },
-    /// Processes cannot be listed, so no id is known to be free.
-    #[error("cannot list processes: {0}")]
+    /// The kernel does not tell whether an id has processes, so that none is known to be free.
+    #[error("processes of a user cannot be looked for: {0}")]
     Processes(io::Error),
 }
+
+/// Whether a process has this user id.
+type HasProcess = fn(u32) -> io::Result<bool>;
 
 /// Gives out user ids. The group id is the same number.
 #[derive(Debug)]
@@ -37,35 +41,36 @@ pub struct Identities {
     given: BTreeSet<u32>,
     /// Where the search begins: an id that was just released rests as long as there are others.
     next: u32,
-    proc: PathBuf,
+    has_process: HasProcess,
 }
 
 impl Identities {
     /// An allocator over `range`.
     pub fn new(range: RangeInclusive<u32>) -> Result<Self, IdentityError> {
-        Self::over(range, Path::new("/proc"))
+        Self::over(range, has_process)
     }
 
-    fn over(range: RangeInclusive<u32>, proc: &Path) -> Result<Self, IdentityError> {
+    fn over(range: RangeInclusive<u32>, has_process: HasProcess) -> Result<Self, IdentityError> {
         let (first, last) = (*range.start(), *range.end());
         // 0 is root; the largest number means "unchanged" to setresuid.
         if range.is_empty() || first == 0 || last == u32::MAX {
             return Err(IdentityError::Range { range });
         }
-        Ok(Self { range, given: BTreeSet::new(), next: first, proc: proc.to_owned() })
+        Ok(Self { range, given: BTreeSet::new(), next: first, has_process })
     }
 
     /// An id that no tenant and no process has.
     pub fn allocate(&mut self) -> Result<Identity, IdentityError> {
-        let running = running_uids(&self.proc).map_err(IdentityError::Processes)?;
         let (first, last) = (*self.range.start(), *self.range.end());
-        let uid = (self.next..=last)
-            .chain(first..self.next)
-            .find(|uid| !self.given.contains(uid) && !running.contains(uid))
-            .ok_or_else(|| IdentityError::Exhausted { range: self.range.clone() })?;
-        self.given.insert(uid);
-        self.next = if uid == last { first } else { uid + 1 };
-        Ok(Identity { uid, gid: uid })
+        for uid in (self.next..=last).chain(first..self.next) {
+            if self.given.contains(&uid) || (self.has_process)(uid).map_err(IdentityError::Processes)? {
+                continue;
+            }
+            self.given.insert(uid);
+            self.next = if uid == last { first } else { uid + 1 };
+            return Ok(Identity { uid, gid: uid });
+        }
+        Err(IdentityError::Exhausted { range: self.range.clone() })
     }
 
     /// Takes an id back. It is given out again once its last process is gone.
@@ -74,53 +79,47 @@ impl Identities {
     }
 }
 
-/// Real, effective, saved and file system user ids of all processes.
-fn running_uids(proc: &Path) -> io::Result<BTreeSet<u32>> {
-    let mut uids = BTreeSet::new();
-    for entry in fs::read_dir(proc)? {
-        let entry = entry?;
-        if !entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit) {
-            continue;
-        }
-        // A process that ended meanwhile has no ids.
-        let Ok(status) = fs::read_to_string(entry.path().join("status")) else { continue };
-        if let Some(line) = status.lines().find_map(|line| line.strip_prefix("Uid:")) {
-            uids.extend(line.split_ascii_whitespace().filter_map(|uid| uid.parse::<u32>().ok()));
-        }
+/// Asks for the priority of a user's processes: the kernel knows at once that there is none, whatever else runs. A process of a tenant has one id
+/// as its real, effective and saved one, and no way to another.
+fn has_process(uid: u32) -> io::Result<bool> {
+    match rustix::process::getpriority_user(Uid::from_raw(uid)) {
+        Ok(_) => Ok(true),
+        Err(Errno::SRCH) => Ok(false),
+        Err(error) => Err(error.into()),
     }
-    Ok(uids)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn process(proc: &Path, pid: u32, uid: u32) {
-        let dir = proc.join(pid.to_string());
-        fs::create_dir_all(&dir).unwrap();
-        fs::write(dir.join("status"), format!("Name:\tx\nUid:\t0\t{uid}\t0\t0\nGid:\t0\t0\t0\t0\n")).unwrap();
+    fn nobody(_: u32) -> io::Result<bool> {
+        Ok(false)
     }
 
     #[test]
     fn an_id_that_a_process_has_is_not_given_out_until_it_is_gone() {
-        let proc = tempfile::tempdir().unwrap();
-        process(proc.path(), 5, 100);
-        let mut ids = Identities::over(100..=101, proc.path()).unwrap();
+        let mut ids = Identities::over(100..=101, |uid| Ok(uid == 100)).unwrap();
         let id = ids.allocate().unwrap();
         assert_eq!(id, Identity { uid: 101, gid: 101 });
         assert!(matches!(ids.allocate(), Err(IdentityError::Exhausted { .. })));
 
         ids.release(id);
-        process(proc.path(), 6, 101);
+        ids.has_process = |_| Ok(true);
         assert!(matches!(ids.allocate(), Err(IdentityError::Exhausted { .. })));
-        fs::remove_dir_all(proc.path().join("6")).unwrap();
+        ids.has_process = |uid| Ok(uid == 100);
         assert_eq!(ids.allocate().unwrap().uid, 101);
     }
 
     #[test]
+    fn no_id_is_free_where_the_kernel_does_not_tell() {
+        let mut ids = Identities::over(100..=101, |_| Err(Errno::PERM.into())).unwrap();
+        assert!(matches!(ids.allocate(), Err(IdentityError::Processes(_))));
+    }
+
+    #[test]
     fn a_released_id_rests_while_there_are_others() {
-        let proc = tempfile::tempdir().unwrap();
-        let mut ids = Identities::over(100..=102, proc.path()).unwrap();
+        let mut ids = Identities::over(100..=102, nobody).unwrap();
         let mut given = Vec::new();
         for _ in 0..4 {
             let id = ids.allocate().unwrap();
@@ -139,8 +138,8 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_this_host_can_be_listed() {
-        let own = nix::unistd::getuid().as_raw();
-        assert!(running_uids(Path::new("/proc")).unwrap().contains(&own));
+    fn the_user_of_this_process_has_one_and_an_id_that_nobody_has_has_none() {
+        assert!(has_process(nix::unistd::getuid().as_raw()).unwrap());
+        assert!(!has_process(3_999_999_999).unwrap());
     }
 }

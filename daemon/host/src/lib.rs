@@ -2,6 +2,8 @@
 //!
 //! **Owns** the system calls. **Never** knows of models, tenants or requests, and keeps no policy beyond the keeper's.
 
+#[cfg(feature = "attacks")]
+pub mod attack;
 mod cgroup;
 mod confine;
 pub mod exit;
@@ -9,6 +11,7 @@ pub mod fdstore;
 mod fork;
 pub mod identity;
 mod inherited;
+pub mod jail;
 pub mod keeper;
 pub mod lock;
 pub mod memory;
@@ -20,7 +23,7 @@ mod process;
 pub mod shared;
 pub mod threads;
 
-pub use confine::{Identity, Sandbox, Step};
+pub use confine::{Capabilities, Identity, Sandbox, Step, lacks_for_users};
 pub use fork::{Confinement, ForkError, Forked, fork_confined, reap};
 pub use inherited::inherited;
 pub use pidfd::Pidfd;

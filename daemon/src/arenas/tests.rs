@@ -80,7 +80,7 @@ fn sleeper() -> OwnChild {
         fds: Vec::new(),
         cgroup: None,
         identity: None,
-        sandbox: Sandbox { no_new_privs: true },
+        sandbox: Sandbox { no_new_privs: true, ..Sandbox::default() },
     };
     OwnChild::from(pagedd_host::spawn(spawn).expect("a program of every host"))
 }

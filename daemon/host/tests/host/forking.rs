@@ -10,7 +10,7 @@ use pagedd_host::{Child, Confinement, ForkError, Forked, Identity, Sandbox, Step
 use super::roles::{LONG, field, memory, open_fds, pipe};
 
 fn plain(name: &str) -> Confinement<'_> {
-    Confinement { name, cgroup: None, identity: None, sandbox: Sandbox::default() }
+    Confinement { name, cgroup: None, identity: None, sandbox: Sandbox::default(), jail: None }
 }
 
 /// Forks a child that writes what `say` returns, and returns it to the parent.
@@ -64,7 +64,7 @@ pub fn a_fork_has_its_name_its_user_and_no_way_back() {
     let root = geteuid().is_root();
     let confinement = Confinement {
         identity: root.then_some(Identity { uid: 61_234, gid: 61_235 }),
-        sandbox: Sandbox { no_new_privs: true },
+        sandbox: Sandbox { no_new_privs: true, ..Sandbox::default() },
         ..plain("pagedd-gw:a-tenant-with-a-long-name")
     };
     let status = fork_and_hear(&confinement, &[], || fs::read_to_string("/proc/self/status").unwrap());

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nix::sys::signal::{SigSet, SigmaskHow, pthread_sigmask};
 use nix::unistd::geteuid;
-use pagedd_host::{Identity, SpawnError, Step, spawn};
+use pagedd_host::{Capabilities, Identity, Sandbox, SpawnError, Step, spawn};
 
 use super::roles::{LONG, field, memory, output, pipe, program, role};
 
@@ -172,4 +172,21 @@ pub fn a_child_joins_its_cgroup_or_does_not_start() {
     what.cgroup = open();
     assert!(spawn(what).unwrap().wait(LONG).unwrap().unwrap().success());
     assert_eq!(fs::read_to_string(dir.path().join("cgroup.procs")).unwrap(), "0");
+}
+
+pub fn a_child_has_no_capability_or_those_to_change_its_user_and_keeps_them_over_exec() {
+    let of = |capabilities| {
+        let mut cat = program("/bin/cat", &["/proc/self/status"]);
+        cat.sandbox = Sandbox { no_new_privs: true, capabilities };
+        let (status, ended) = output(cat);
+        assert!(ended.success(), "{ended}");
+        ["CapPrm", "CapEff", "CapAmb"].map(|name| u64::from_str_radix(&field(&status, name), 16).unwrap())
+    };
+    assert_eq!(of(Capabilities::None), [0; 3]);
+    let had =
+        u64::from_str_radix(&field(&fs::read_to_string("/proc/self/status").unwrap(), "CapPrm"), 16).unwrap();
+    // CAP_SETGID and CAP_SETUID, where this process has them.
+    let users = had & 0b1100_0000;
+    let [permitted, effective, _] = of(Capabilities::Users);
+    assert_eq!((permitted, effective), (users, users));
 }

@@ -5,7 +5,7 @@ use pagedd_core::TensorType;
 
 use super::TinyModel;
 use super::random::Random;
-use super::vocabulary::{CHAT_TEMPLATE, IM_END, IM_START, merges, tokens};
+use super::vocabulary::{CHAT_TEMPLATE, IM_END, IM_START, large, merges, tokens};
 use crate::rope::{RopePairing, RopeScaling};
 use crate::tensor::{LayerTensor, TensorRole};
 
@@ -214,6 +214,24 @@ pub(super) fn tiny(seed: u64, model: &TinyModel) -> GgufWriter {
     writer.set("tokenizer.chat_template", CHAT_TEMPLATE);
     for (role, shape) in model.tensors() {
         writer.tensors.push(tensor(seed, model, role, shape));
+    }
+    writer
+}
+
+/// [`tiny`], with so many entries and merges.
+pub(super) fn with_vocabulary(seed: u64, model: &TinyModel, entries: usize, merges: usize) -> GgufWriter {
+    let mut writer = tiny(seed, model);
+    let (tokens, merges) = large(seed, entries, merges);
+    let (texts, types) = tokens.into_iter().unzip();
+    writer.set("tokenizer.ggml.tokens", GgufValue::Strings(texts));
+    writer.set("tokenizer.ggml.token_type", GgufValue::I32s(types));
+    writer.set("tokenizer.ggml.merges", GgufValue::Strings(merges));
+    writer.set("tokenizer.ggml.bos_token_id", GgufValue::U32(entries as u32 - 2));
+    writer.set("tokenizer.ggml.eos_token_id", GgufValue::U32(entries as u32 - 1));
+    for role in [TensorRole::TokenEmbd, TensorRole::Output] {
+        if let Some(matrix) = writer.tensor(&role.to_string()) {
+            *matrix = tensor(seed, model, role, [entries, model.hidden]);
+        }
     }
     writer
 }

@@ -137,6 +137,20 @@ pub fn write_gguf(path: &Path, seed: u64, model: &TinyModel) -> io::Result<()> {
     std::fs::write(path, gguf::tiny(seed, model).bytes())
 }
 
+/// Writes a GGUF file with a vocabulary of `entries` and `merges`, as large as those of models in use.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn write_gguf_with_vocabulary(
+    path: &Path,
+    seed: u64,
+    model: &TinyModel,
+    entries: usize,
+    merges: usize,
+) -> io::Result<()> {
+    std::fs::write(path, gguf::with_vocabulary(seed, model, entries, merges).bytes())
+}
+
 /// Writes a Llama GGUF file of one element type: short for [`write_gguf`].
 ///
 /// # Errors
