@@ -17,6 +17,7 @@ mod show;
 mod status;
 mod table;
 mod tenant;
+mod usage;
 
 use context::{Environment, Outcome};
 use std::io::{self, Write};

@@ -17,6 +17,7 @@
 //! | [`template`] | a model's template process, which forks gateways |
 //! | [`databases`], [`recorder`] | both databases, opened together; the journal's thread: durable, then visible |
 //! | [`hub`] | delivery: request logs, attachments, cursors |
+//! | [`quota`], [`usage`] | who may ask for how much; what was used |
 //! | [`retention`] | how long what has ended is kept |
 //! | [`model`], [`fit`] | one model: its engine's thread; what of an earlier daemon can go on with it |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
@@ -45,6 +46,7 @@ mod model;
 #[cfg(feature = "failpoints")]
 mod points;
 mod ports;
+mod quota;
 mod recorder;
 mod reload;
 mod retention;
@@ -53,6 +55,7 @@ mod start;
 mod status;
 mod template;
 mod tenants;
+mod usage;
 mod worker;
 
 use std::process::ExitCode;

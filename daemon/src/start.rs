@@ -46,10 +46,12 @@ use crate::hub::{self, Hub};
 use crate::metrics::Exporter;
 use crate::model::{Go, Model, Started, Surroundings};
 use crate::ports;
+use crate::quota::Accounts;
 use crate::recorder;
 use crate::reload::{self, Reloaded};
 use crate::retention::Retentions;
 use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
+use crate::usage::{self, Collector};
 
 /// What `fsync: interval` means: the loss of power costs at most so much.
 const SYNC_EVERY: Duration = Duration::from_secs(1);
@@ -344,8 +346,10 @@ async fn serve(
     for (tenant, own) in &own_retentions {
         retention.set(*tenant, Some(*own));
     }
+    let accounts = Accounts::default();
+    usage::recall(&accounts, journal.db(), &restored, recorder::unix()).map_err(|e| state_failure(&e))?;
     let recorder = recorder::start(journal, retention, hub_sender.clone()).context("the journal's thread")?;
-    let exporter = Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside);
+    let exporter = Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside, accounts.clone());
     let identities = (pagedd_host::peer::own_uid() == 0)
         .then(|| Identities::new(config.tenant_uids.first..=config.tenant_uids.last).map(Mutex::new))
         .transpose()
@@ -356,6 +360,7 @@ async fn serve(
         hub: hub_sender.clone(),
         recorder: recorder.inbox.clone(),
         exporter,
+        accounts: accounts.clone(),
         limits: GatewayLimits {
             max_body: config.gateway.max_body.0,
             max_connections: config.gateway.max_connections,
@@ -391,7 +396,7 @@ async fn serve(
     }
     let limits = hub::Limits { retention: config.retention, reattach_grace: config.reattach_grace };
     let engines = models.iter().map(|model| model.engine.clone()).collect();
-    let mut hub = Hub::new(limits, engines, &recorder);
+    let mut hub = Hub::new(limits, engines, &recorder, accounts);
     for (tenant, own) in &own_retentions {
         hub.retain(*tenant, Some(*own));
     }
@@ -448,8 +453,16 @@ async fn serve(
         one: tokio::sync::Mutex::new(()),
         restart: restart.clone(),
     });
+    let usage = Arc::new(Collector {
+        db: db.clone(),
+        recorder: recorder.inbox.clone(),
+        billed: recorder.billed.clone(),
+        one: tokio::sync::Mutex::new(()),
+    });
+    tokio::spawn(usage.clone().run());
     let daemon = Daemon {
         facts,
+        usage,
         models: models.clone(),
         tenants,
         unserved,

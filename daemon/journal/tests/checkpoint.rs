@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{END, NOW, admit, finish, replay, step, token};
-use pagedd_core::TenantId;
+use pagedd_core::{Quotas, TenantId};
 use pagedd_journal::checkpoint::{
     Checkpoint, CheckpointError, Contents, Difference, Draft, ModelIdentity, SavedModel, SavedTenant,
     finish_restore, list, named,
@@ -52,6 +52,7 @@ fn state() -> (TempDir, ControlDb, JournalDb) {
             auth: true,
             prompt_lookup: None,
             retention_ms: None,
+            quotas: Quotas::default(),
         };
         control.add_tenant(&new, Some(&NewKey::draw().unwrap()), NOW as i64).unwrap();
     }
