@@ -109,7 +109,8 @@ pub fn quotas(info: &QuotaInfo) -> Vec<(&'static str, String)> {
 
 /// What the daemon adds to an answer, one a line.
 pub fn notes(notes: &[String]) -> String {
-    notes.iter().map(|note| format!("note: {note}\n")).collect()
+    let lines: Vec<String> = notes.iter().map(|note| format!("note: {note}\n")).collect();
+    lines.concat()
 }
 
 /// What is under way.
