@@ -101,6 +101,33 @@ fn a_revoked_key_opens_nothing_and_the_stream_that_it_opened_goes_on() {
 }
 
 #[test]
+fn an_order_that_leaves_nobody_who_may_ask_says_so_and_the_log_names_the_tenant() {
+    let daemon = Site::new(&smollm2_yaml()).start();
+    let [port] = free_ports();
+    let open = daemon.ask(&["tenant", "add", "acme", "--no-auth", "--port", &port.to_string()]);
+    assert_eq!(open["notes"], Value::Null, "{open}");
+    let note = |answer: &Value| answer["notes"][0].as_str().unwrap_or_default().to_owned();
+    let keyless = daemon.ask(&["tenant", "set", "acme", "--auth", "on"]);
+    assert!(note(&keyless).contains("pagedctl key create acme"), "{keyless}");
+    daemon.ask(&["key", "create", "acme"]);
+    let keyed = daemon.ask(&["tenant", "set", "acme", "--auth", "on"]);
+    assert_eq!(keyed["notes"], Value::Null, "{keyed}");
+    daemon.ask(&["drain"]);
+    let [port] = free_ports();
+    let late = daemon.ask(&["tenant", "add", "globex", "--port", &port.to_string()]);
+    assert!(note(&late).contains("pagedctl undrain"), "{late}");
+    daemon.ctl(&["tenant", "suspend", "nobody"]);
+    let log = daemon.stop().log_text();
+    for words in [
+        r#"admin command="tenant_add" tenant="acme""#,
+        r#"admin command="key_create" tenant="acme""#,
+        r#"admin command="tenant_suspend" tenant="nobody" error="unknown_tenant""#,
+    ] {
+        assert!(log.contains(words), "`{words}` is not in:\n{log}");
+    }
+}
+
+#[test]
 fn a_restart_keeps_tenants_keys_shares_and_ports() {
     let daemon = Site::new(&smollm2_yaml()).start();
     let acme = daemon.add_tenant("acme", "20%", "50%");

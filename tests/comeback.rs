@@ -208,6 +208,18 @@ fn a_request_whose_model_does_not_load_says_so_can_be_cancelled_and_otherwise_wa
         found && state["error"].is_object()
     });
     assert_eq!((&state["status"], &state["error"]["code"]), (&json!("in_progress"), &json!("model_failed")));
+    // Why is the operator's to know: paths and sizes are no client's.
+    let reason = daemon.model()["state"]["error"].as_str().expect("a reason").to_owned();
+    let clients = [
+        acme.http.get("/readyz").text(),
+        acme.http.get("/health/decode").text(),
+        acme.http.post("/v1/completions", &body(202, 20, 8)).error(503).to_string(),
+        state.to_string(),
+    ];
+    for told in clients {
+        assert!(told.contains("the model could not be loaded; the operator's log says why"), "{told}");
+        assert!(!told.contains(&reason) && !told.contains("GiB") && !told.contains(".gguf"), "{told}");
+    }
     let refused = daemon.ctl(&["tenant", "remove", "acme"]);
     assert_ne!(refused.code, Some(0), "two requests were lost");
 
@@ -278,7 +290,10 @@ fn a_request_that_is_too_large_for_changed_settings_waits_can_be_cancelled_and_g
         let (_events, next) = open(&acme, &body(200, 20, 8));
         assert!(!text(&whole(&acme, &next)).is_empty());
         let state = acme.http.get(&format!("/v1/requests/{waits}")).ok();
-        assert_eq!((&state["status"], &state["error"]), (&json!("in_progress"), &Value::Null));
+        let waiting = (&state["status"], &state["error"]["code"]);
+        assert_eq!(waiting, (&json!("in_progress"), &json!("waits_for_room")), "{state}");
+        assert!(!state.to_string().contains("max_model_len"), "settings are no client's: {state}");
+        assert_eq!(daemon.status()["drain"]["too_large"], 2);
         let path = format!("/v1/requests/{cancelled}");
         let after = acme.http.post(&format!("{path}/cancel"), &json!({})).ok();
         assert_eq!(wait_for_end(&acme, &path, after)["status"], "cancelled");

@@ -2,7 +2,9 @@
 
 use crate::context::{Context, Environment, Outcome};
 use crate::failure::{self, Failure};
-use crate::{checkpoint, completions, config_check, drain, key, metrics, plan, reload, status, tenant};
+use crate::{
+    checkpoint, completions, config_check, drain, key, metrics, plan, reload, status, tenant, usage,
+};
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -24,6 +26,10 @@ pub struct Cli {
 }
 
 #[derive(Debug, Subcommand)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one lives at a time, between the command line and its command"
+)]
 enum Top {
     /// Make, change and list tenants
     #[command(subcommand)]
@@ -41,6 +47,8 @@ enum Top {
     Status,
     /// Print metrics in Prometheus' text format
     Metrics,
+    /// Show what tenants have used: requests and tokens, for their bill
+    Usage(usage::Args),
     /// Save, show and take up checkpoints of everything: tenants, keys, requests, KV blocks
     #[command(subcommand)]
     Checkpoint(Checkpoint),
@@ -141,6 +149,7 @@ fn dispatch(cli: Cli, environment: &Environment) -> Result<String, Failure> {
         Top::Reload => reload::run(&context),
         Top::Status => status::run(&context),
         Top::Metrics => metrics::run(&context),
+        Top::Usage(args) => usage::run(&args, &context),
         Top::Checkpoint(Checkpoint::Save(args)) => checkpoint::save::run(&args, &context),
         Top::Checkpoint(Checkpoint::List) => checkpoint::list::run(&context),
         Top::Checkpoint(Checkpoint::Inspect(args)) => checkpoint::inspect::run(&args, &context),

@@ -33,6 +33,7 @@ pub fn load<'a>(
 /// What holds, or the first error.
 pub fn run(args: &Args, context: &Context, environment: &Environment) -> Result<String, Failure> {
     let (file, config) = load("config check", args.file.as_deref(), environment)?;
+    config.require_models()?;
     if context.json {
         let models: Vec<_> = config
             .models
@@ -49,10 +50,6 @@ pub fn run(args: &Args, context: &Context, environment: &Environment) -> Result<
         return Ok(format!("{summary:#}\n"));
     }
     let mut text = format!("{}: valid\n", file.display());
-    if config.models.is_empty() {
-        text.push_str("note: no model is configured; pagedd needs one under `models:` to serve tenants\n");
-        return Ok(text);
-    }
     let mut table = Table::new([
         ("MODEL", Left),
         ("DEVICE", Left),

@@ -18,6 +18,7 @@ mod show;
 mod status;
 mod table;
 mod tenant;
+mod usage;
 
 use context::{Environment, Outcome};
 use std::io::{self, Write};

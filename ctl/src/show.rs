@@ -1,7 +1,8 @@
 //! Values as people read them.
 
 use pagedd_control::{
-    DrainInfo, DrainState, GatewayInfo, GatewayState, ModelState, ShareInfo, TenantInfo, TenantState,
+    DrainInfo, DrainState, GatewayInfo, GatewayState, ModelState, QuotaInfo, QuotaUse, ShareInfo, TenantInfo,
+    TenantState,
 };
 
 /// What is not known.
@@ -67,7 +68,7 @@ pub fn ceiling(share: &ShareInfo) -> String {
 
 /// Everything about a tenant, one field a line.
 pub fn tenant(info: &TenantInfo) -> String {
-    crate::table::fields(&[
+    let mut rows = vec![
         ("tenant", info.name.clone()),
         ("id", info.id.to_string()),
         ("state", tenant_state(&info.state)),
@@ -83,9 +84,33 @@ pub fn tenant(info: &TenantInfo) -> String {
         ("keys", if info.auth { info.keys.to_string() } else { format!("{} (none needed)", info.keys) }),
         ("lookup", on_or_off(info.prompt_lookup)),
         ("retention", info.retention.clone()),
-        ("gateway", gateway(&info.gateway)),
-        ("created", time(info.created_unix)),
-    ])
+    ];
+    rows.extend(quotas(&info.quotas));
+    rows.push(("gateway", gateway(&info.gateway)));
+    rows.push(("created", time(info.created_unix)));
+    crate::table::fields(&rows)
+}
+
+/// Quotas that are set, each with how much of it is taken.
+pub fn quotas(info: &QuotaInfo) -> Vec<(&'static str, String)> {
+    let all = [
+        ("requests/min", info.requests_per_minute),
+        ("tokens/min", info.tokens_per_minute),
+        ("concurrent", info.max_concurrent),
+        ("queued", info.max_queued_requests),
+        ("queued tokens", info.max_queued_tokens),
+    ];
+    let line = |QuotaUse { used, refused, .. }: QuotaUse, limit| {
+        let refused = if refused == 0 { String::new() } else { format!(", {refused} refused") };
+        format!("{used} of {limit}{refused}")
+    };
+    all.into_iter().filter_map(|(name, quota)| Some((name, line(quota, quota.limit?)))).collect()
+}
+
+/// What the daemon adds to an answer, one a line.
+pub fn notes(notes: &[String]) -> String {
+    let lines: Vec<String> = notes.iter().map(|note| format!("note: {note}\n")).collect();
+    lines.concat()
 }
 
 /// What is under way.

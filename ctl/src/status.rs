@@ -17,7 +17,7 @@ pub fn run(context: &Context) -> Result<String, Failure> {
 }
 
 fn render(status: &StatusInfo) -> String {
-    let daemon = fields(&[
+    let mut about = vec![
         ("pagedd", format!("{}, pid {}, up {}", status.version, status.pid, uptime(status.uptime_s))),
         (
             "config",
@@ -50,7 +50,15 @@ fn render(status: &StatusInfo) -> String {
                 }
             },
         ),
-    ]);
+    ];
+    if status.drain.too_large > 0 {
+        let waits = format!(
+            "{} requests of an earlier start need a larger max_model_len or kv_memory; the log names each",
+            status.drain.too_large
+        );
+        about.push(("too large", waits));
+    }
+    let daemon = fields(&about);
     let models = if status.models.is_empty() { "no models\n".to_owned() } else { models(&status.models) };
     let tenants = if status.tenants.is_empty() {
         "no tenants\n".to_owned()

@@ -53,13 +53,13 @@ fn asked(line: &str, answer: Response) -> (Command, Outcome) {
     (daemon.join().unwrap(), outcome)
 }
 
-fn done(line: &str, reply: Reply) -> (Command, String) {
+pub fn done(line: &str, reply: Reply) -> (Command, String) {
     let (command, outcome) = asked(line, Response::Ok(reply));
     assert_eq!((outcome.code, outcome.stderr.as_str()), (failure::OK, ""), "{line}");
     (command, outcome.stdout)
 }
 
-fn tenant(name: &str, port: u16) -> TenantInfo {
+pub fn tenant(name: &str, port: u16) -> TenantInfo {
     TenantInfo {
         id: 3,
         name: name.to_owned(),
@@ -79,6 +79,7 @@ fn tenant(name: &str, port: u16) -> TenantInfo {
         },
         prompt_lookup: true,
         retention: "10m".to_owned(),
+        quotas: QuotaInfo::default(),
         running: 1,
         waiting: 2,
         gateway: GatewayInfo { state: GatewayState::Running, pid: Some(4242), restarts: 0 },
@@ -87,7 +88,7 @@ fn tenant(name: &str, port: u16) -> TenantInfo {
 }
 
 fn shown() -> Reply {
-    Reply::Tenant(TenantShown { tenant: tenant("acme", 8101) })
+    Reply::Tenant(TenantShown { tenant: tenant("acme", 8101), notes: Vec::new() })
 }
 
 fn key() -> KeyCreated {
@@ -107,8 +108,8 @@ fn named(name: &str) -> TenantName {
 #[test]
 fn tenant_add_shows_the_port_the_key_and_a_line_to_try_it() {
     let line = "tenant add acme --port 8101 --model smollm2 --kv-floor 20% --kv-ceiling 0.5GiB";
-    let (command, text) =
-        done(line, Reply::TenantAdded(TenantAdded { tenant: tenant("acme", 8101), key: Some(key()) }));
+    let added = TenantAdded { tenant: tenant("acme", 8101), key: Some(key()), notes: Vec::new() };
+    let (command, text) = done(line, Reply::TenantAdded(added));
     let spec = TenantSpec {
         name: "acme".to_owned(),
         port: Some(8101),
@@ -118,6 +119,7 @@ fn tenant_add_shows_the_port_the_key_and_a_line_to_try_it() {
         no_auth: false,
         prompt_lookup: None,
         retention: None,
+        quotas: QuotaChanges::default(),
     };
     assert_eq!(command, Command::TenantAdd(spec));
     assert_eq!(
@@ -144,7 +146,7 @@ fn tenant_add_without_options_leaves_the_choice_to_the_daemon_and_an_open_port_n
     let open = TenantInfo { auth: false, keys: 0, ..tenant("acme", 8101) };
     let (command, text) = done(
         "tenant add acme --no-auth --prompt-lookup off --retention 90s",
-        Reply::TenantAdded(TenantAdded { tenant: open, key: None }),
+        Reply::TenantAdded(TenantAdded { tenant: open, key: None, notes: Vec::new() }),
     );
     let spec = TenantSpec {
         name: "acme".to_owned(),
@@ -155,6 +157,7 @@ fn tenant_add_without_options_leaves_the_choice_to_the_daemon_and_an_open_port_n
         no_auth: true,
         prompt_lookup: Some(false),
         retention: Some("90s".to_owned()),
+        quotas: QuotaChanges::default(),
     };
     assert_eq!(command, Command::TenantAdd(spec));
     assert!(text.contains("key         none needed: anyone who reaches the port may use it\n"), "{text}");
@@ -178,7 +181,7 @@ fn tenant_set_sends_what_changes_and_nothing_else() {
     assert_eq!(outcome.code, failure::USAGE);
     assert_eq!(
         outcome.stderr,
-        "error: nothing to change about `acme`\nhint: give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup or --retention\n"
+        "error: nothing to change about `acme`\nhint: give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup, --retention or a quota\n"
     );
 }
 
@@ -287,7 +290,7 @@ ID  PREFIX     LABEL  CREATED                  REVOKED
 const SINCE: DrainState = DrainState::Draining { since_unix: 1, deadline_unix: None };
 
 fn left(state: DrainState, requests: u32, streams: u32) -> DrainInfo {
-    DrainInfo { state, requests, running: 1, waiting: 2, streams }
+    DrainInfo { state, requests, running: 1, waiting: 2, streams, too_large: 0 }
 }
 
 /// Runs a command line against a daemon that gives these answers in turn; what it was asked, what was told meanwhile, and how it ended.
@@ -473,7 +476,7 @@ fn json_is_the_reply_and_reads_back() {
     }
     let (_, text) = done(
         "tenant add acme --json",
-        Reply::TenantAdded(TenantAdded { tenant: tenant("acme", 1), key: Some(key()) }),
+        Reply::TenantAdded(TenantAdded { tenant: tenant("acme", 1), key: Some(key()), notes: Vec::new() }),
     );
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(value["key"]["key"], "pgd_abcdefgh", "scripts get the key");
@@ -546,6 +549,10 @@ fn names_amounts_and_ports_are_refused_before_the_daemon_is_asked() {
             "--retention: `soon` is no duration; write for example 30s, 10m or 500ms",
         ),
         ("tenant set a --retention 31d".to_owned(), "--retention: 31d is more than 30d"),
+        (
+            "tenant set a --max-concurrent many".to_owned(),
+            "--max-concurrent: `many` is neither `none` nor a number from 1 to 1000000000000",
+        ),
         (
             "tenant add a --model x/y".to_owned(),
             "model name `x/y` has '/'; allowed are a-z, A-Z, 0-9, -, _ and .",
@@ -653,9 +660,10 @@ fn config_check_tells_what_holds_or_the_place_of_the_first_mistake() {
 #[test]
 fn config_check_without_a_model_or_a_file_says_so() {
     let dir = configuration("");
+    let file = dir.path().join("pagedd.yaml").display().to_string();
     let outcome = run(args("config check"), &environment(dir.path()));
-    assert_eq!(outcome.code, failure::OK);
-    assert!(outcome.stdout.contains("note: no model is configured"), "{outcome:?}");
+    assert_eq!((outcome.code, outcome.stdout.as_str()), (failure::REFUSED, ""));
+    assert!(outcome.stderr.contains(&file) && outcome.stderr.contains("models:"), "{outcome:?}");
     let dir = tempfile::tempdir().unwrap();
     let outcome = run(args("config check"), &environment(dir.path()));
     assert_eq!(outcome.code, failure::USAGE);

@@ -8,6 +8,8 @@ use pagedd_wire::plan::{PlanParts, RowParts, RowWriter};
 use pagedd_wire::worker as wire;
 use pagedd_wire::{Channel, ChannelError, gateway};
 
+use crate::quota::{Cost, Excess, Rate, Rates};
+
 /// Holds a plan on its way to a worker.
 pub fn hold_plan(plan: &StepPlan, channel: &mut Channel) -> Result<(), ChannelError> {
     let begin: Vec<_> = plan.begin.iter().map(begin).collect();
@@ -90,7 +92,12 @@ pub fn step(step: &StepRecord) -> saved::Step {
         let end = finished.ended.map(|ended| saved::Entry::End { cached_tokens: ended.cached_tokens.0 });
         std::iter::once(finish).chain(end).map(|entry| (finished.request, entry))
     });
-    saved::Step { started: started.collect(), entries: tokens.chain(finished).collect() }
+    let prompts = step.finished.iter().filter_map(|f| Some((f.request, f.ended?.prompt_tokens.0)));
+    saved::Step {
+        started: started.collect(),
+        entries: tokens.chain(finished).collect(),
+        prompts: prompts.collect(),
+    }
 }
 
 /// A saved entry as its frame has it.
@@ -166,4 +173,43 @@ pub fn restored(kept: &saved::Kept) -> Restored {
         }
     }
     Restored { request: new_request(&kept.admission), choices, cached_tokens: kept.cached_tokens.map(Tokens) }
+}
+
+/// What a request can come to with a model whose sequences have at most `longest` tokens, where so many are generated already.
+pub fn cost(saved: &saved::SavedRequest, longest: u32, generated: u64) -> Cost {
+    let prompt = saved.prompt.len() as u64;
+    let most = u64::from(saved.max_tokens).min(u64::from(longest).saturating_sub(prompt));
+    Cost { prompt, output: (u64::from(saved.n) * most).saturating_sub(generated) }
+}
+
+/// How quotas stand, as a gateway is told.
+pub fn rates(rates: Rates) -> gateway::Rates {
+    let rate = |Rate { limit, remaining, reset_us }| gateway::Rate {
+        limit,
+        remaining,
+        reset_ms: u64::div_ceil(reset_us, 1000),
+    };
+    gateway::Rates { requests: rates.requests.map(rate), tokens: rates.tokens.map(rate) }
+}
+
+/// Whole seconds, one at least.
+pub fn retry_after(wait_us: u64) -> u32 {
+    u32::try_from(wait_us.div_ceil(1_000_000)).unwrap_or(u32::MAX).max(1)
+}
+
+/// Why a request is not within its tenant's quotas, as a gateway is told.
+pub fn excess(excess: Excess, rates_now: Rates) -> gateway::Refusal {
+    match excess {
+        Excess::Never { quota, limit, asked } => {
+            gateway::Refusal::BeyondQuota { quota: quota.to_string(), limit, asked }
+        }
+        Excess::Later { quota, limit, used, asked, wait_us } => gateway::Refusal::OverQuota {
+            quota: quota.to_string(),
+            limit,
+            used,
+            asked,
+            retry_after_ms: wait_us.div_ceil(1000),
+            rates: rates(rates_now),
+        },
+    }
 }

@@ -30,6 +30,7 @@ use crate::recorder::{self, Told};
 use crate::status;
 use crate::supervision::Standing;
 use crate::tenants::{Tenant, TenantShop, Unserved};
+use crate::usage::Collector;
 use crate::watchdog::Pulse;
 use crate::worker::ModelState;
 
@@ -74,6 +75,8 @@ pub struct Daemon {
     pub events: mpsc::WeakSender<Event>,
     /// Whether what was accepted survives the daemon.
     pub durability: watch::Receiver<Durability>,
+    /// What tenants have used.
+    pub usage: Arc<Collector>,
     /// What is asked about checkpoints.
     pub checkpoints: Arc<Checkpoints>,
     /// Live requests of an earlier daemon, in the order of their admission, until their models are ready.
@@ -164,10 +167,11 @@ impl Daemon {
                 }
                 Event::Order(Order { command, answer }) => {
                     let (name, changes) = (command.name(), command.changes());
+                    let tenant = command.tenant().map(str::to_owned);
                     let result = self.obey(command).await;
                     if changes {
                         let error = result.as_ref().err().map(|e| e.code.as_str());
-                        info!(command = name, error, "admin");
+                        info!(command = name, tenant, error, "admin");
                     }
                     // A client that hung up does not want its answer.
                     drop(answer.send(result.into()));
@@ -226,6 +230,7 @@ impl Daemon {
             Command::Status => Reply::Status(self.status().await),
             Command::Reload => Reply::Reloaded(self.reload().await?),
             Command::Checkpoint(_) => unreachable!("see `run`"),
+            Command::Usage(ask) => Reply::Usage(self.usage.report(ask).await?),
             Command::Metrics => {
                 let drain = self.drain_info().await;
                 let text = self.shop.exporter.all(&self.models, &self.tenants, &self.facts, &drain).await;
@@ -270,9 +275,9 @@ impl Daemon {
 
     fn shown(&self, name: &str) -> Result<TenantShown, ControlError> {
         if let Some(unserved) = self.unserved.get(name) {
-            return Ok(TenantShown { tenant: unserved.info(&self.shop) });
+            return Ok(TenantShown { tenant: unserved.info(&self.shop), notes: Vec::new() });
         }
-        Ok(TenantShown { tenant: self.tenant(name)?.info(&self.shop) })
+        Ok(TenantShown { tenant: self.tenant(name)?.info(&self.shop), notes: Vec::new() })
     }
 
     fn model(&self, name: Option<&str>) -> Result<&Arc<Model>, ControlError> {

@@ -38,6 +38,11 @@ pub fn open(state_dir: &Path, fsync: Fsync) -> Result<(ControlDb, JournalWriter)
             "journal.db knows later numbers than control.db; they are not given again"
         );
     }
+    // An older journal was put back: what it bills from now on is not what was added before.
+    let ledger = journal.db().ledger()?;
+    if let Err(error) = journal.db().raise_bills(control.billed(ledger)?) {
+        warn!(%error, "what requests use may not be added up before the next start");
+    }
     forget_removed(&mut control, &mut journal)?;
     let known: Vec<TenantId> = control.tenants()?.into_iter().map(|tenant| tenant.id).collect();
     match journal.db().know_tenants(&known, unix()) {
@@ -58,7 +63,7 @@ pub fn open(state_dir: &Path, fsync: Fsync) -> Result<(ControlDb, JournalWriter)
 fn forget_removed(control: &mut ControlDb, journal: &mut JournalWriter) -> Result<(), DbError> {
     let mut gone = control.removed()?;
     gone.retain(|tenant| {
-        let deleted = journal.db().delete_tenant(*tenant);
+        let deleted = journal.db().delete_tenant(*tenant, unix());
         deleted
             .inspect_err(
                 |error| warn!(%tenant, %error, "requests of a removed tenant stay until the next start"),

@@ -86,9 +86,9 @@ impl Daemon {
             waiting += stats.scheduler.waiting();
         }
         // A hub that is too busy to say has something to do.
-        let busy = Load { requests: (running + waiting).max(1), streams: 0 };
-        let Load { requests, streams } = load(&self.shop.hub).await.unwrap_or(busy);
-        DrainInfo { state: self.drain, requests, running, waiting, streams }
+        let busy = Load { requests: (running + waiting).max(1), ..Load::default() };
+        let Load { requests, streams, too_large } = load(&self.shop.hub).await.unwrap_or(busy);
+        DrainInfo { state: self.drain, requests, running, waiting, streams, too_large }
     }
 }
 
@@ -144,7 +144,7 @@ impl Ending<'_> {
         }
         let left = load(self.hub).await.unwrap_or_default();
         if left != Load::default() {
-            let Load { requests, streams } = left;
+            let Load { requests, streams, .. } = left;
             warn!(
                 requests,
                 streams, "not ended in time: the next start goes on with them, and their streams say so"

@@ -16,7 +16,7 @@ use pagedd_engine::{Command, InboxFull, Submission};
 use pagedd_host::{Identity, Pidfd};
 use pagedd_journal::{Admission, Idempotency, SavedRequest};
 use pagedd_wire::gateway::{
-    Answer, Closed, KeyEntry, Parting, Query, Refusal, Request, ToDaemon, ToGateway, Welcome,
+    Answer, Closed, KeyEntry, Parting, Query, Rates, Refusal, Request, ToDaemon, ToGateway, Welcome,
 };
 use pagedd_wire::worker::ModelInfo;
 use pagedd_wire::{FrameBuffer, FrameError, PROTOCOL, encode};
@@ -32,6 +32,7 @@ use crate::fit::model_digest;
 use crate::hub::{ConnectionId, Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
+use crate::quota::TenantAccount;
 use crate::recorder::{Claim, Hold, Told, unix};
 use crate::template::{Fork, ForkError, Forked};
 use crate::worker::ModelState;
@@ -136,6 +137,8 @@ pub struct GatewayTask {
     pub recorder: mpsc::Sender<Told>,
     /// Answers metrics queries.
     pub exporter: Exporter,
+    /// What the tenant has used of its quotas.
+    pub account: TenantAccount,
     /// Why the gateway that runs has neither tokenizer nor chat template.
     pub broken: Option<String>,
 }
@@ -382,7 +385,10 @@ impl GatewayTask {
         let ticket = asked.ticket;
         let answer = match self.submit(connection, asked, waiting).await {
             Ok(None) => return Ok(()),
-            Ok(Some(made)) => ToGateway::Accepted { ticket, request: made.0, repeated: true },
+            Ok(Some(made)) => {
+                let rates = Rates::default();
+                ToGateway::Accepted { ticket, request: made.0, repeated: true, rates }
+            }
             Err(refusal) => ToGateway::Refused { ticket, refusal },
         };
         outbox.try_send(answer).map_err(|_| "it does not read its answers".to_owned())
@@ -436,7 +442,7 @@ impl GatewayTask {
     fn busy(&self) -> Refusal {
         let waiting =
             self.model.stats.borrow().scheduler.tenant(self.tenant).map_or(0, |tenant| tenant.waiting);
-        Refusal::QueueFull { waiting, retry_after: 1 }
+        Refusal::QueueFull { waiting, retry_after: convert::retry_after(self.account.queue_wait()) }
     }
 
     /// Puts a checked request into its engine's inbox.
@@ -451,7 +457,7 @@ impl GatewayTask {
             request;
         let id = random_id().map_err(|e| {
             error!(error = %e, "no randomness for a request id");
-            Refusal::Closed(Closed::Failed("no randomness for a request id".to_owned()))
+            Refusal::Closed(Closed::Failed)
         })?;
         let saved = SavedRequest {
             model: self.model.name.clone(),
@@ -468,7 +474,10 @@ impl GatewayTask {
         let (idempotency, hold) = claimed.unzip();
         let ready = self.model.state.borrow();
         let model_digest = ready.model().map(|ready| model_digest(&self.model.config, &ready.info));
+        let longest = ready.model().map_or(u32::MAX, |ready| ready.info.max_model_len);
         drop(ready);
+        let cost = convert::cost(&saved, longest, 0);
+        let grant = self.account.admit(cost).map_err(|over| convert::excess(over, self.account.rates()))?;
         let admission = Admission { request: id, tenant: self.tenant, idempotency, model_digest, saved };
         let submission = Submission {
             request: convert::new_request(&admission),
@@ -480,6 +489,7 @@ impl GatewayTask {
                 block_size: self.model.config.block_size.0,
                 idempotency: admission.idempotency,
                 _hold: hold,
+                grant,
                 model_digest: admission.model_digest,
                 saved: admission.saved,
             }),
@@ -493,7 +503,11 @@ impl GatewayTask {
             Closed::Suspended => "the tenant is suspended".to_owned(),
             Closed::Draining => "the daemon is being drained".to_owned(),
             Closed::Loading => "the model is loading".to_owned(),
-            Closed::Failed(error) => error,
+            // Whoever can reach the port reads it: paths and sizes are the operator's.
+            Closed::Failed => "the model could not be loaded; the operator's log says why".to_owned(),
+            Closed::Misfit => {
+                "the tenant cannot be served as it is set up; the operator's log says why".to_owned()
+            }
         });
         let reason = reason.or_else(|| match &*self.model.state.borrow() {
             ModelState::Restarting { attempt, .. } => {
@@ -510,7 +524,7 @@ impl GatewayTask {
 
     /// Why nothing is admitted.
     fn closed(&self, facts: &TenantFacts, state: &ModelState) -> Option<Closed> {
-        closed(facts, state).or_else(|| self.broken.clone().map(Closed::Failed))
+        closed(facts, state).or_else(|| self.broken.is_some().then_some(Closed::Failed))
     }
 
     fn welcome(&self, facts: &TenantFacts, state: &ModelState) -> Welcome {
@@ -541,15 +555,15 @@ fn closed(facts: &TenantFacts, state: &ModelState) -> Option<Closed> {
     if facts.suspended {
         return Some(Closed::Suspended);
     }
-    if let Some(misfit) = &facts.misfit {
-        return Some(Closed::Failed(misfit.clone()));
+    if facts.misfit.is_some() {
+        return Some(Closed::Misfit);
     }
     if facts.readmitting && matches!(state, ModelState::Ready(_)) {
         return Some(Closed::Loading);
     }
     match state {
         ModelState::Loading { .. } | ModelState::Restarting { last: None, .. } => Some(Closed::Loading),
-        ModelState::Failed { error } => Some(Closed::Failed(error.clone())),
+        ModelState::Failed { .. } => Some(Closed::Failed),
         ModelState::Ready(_) | ModelState::Restarting { last: Some(_), .. } => None,
     }
 }

@@ -24,6 +24,7 @@ use tokio::time::MissedTickBehavior;
 use tracing::{debug, warn};
 
 use crate::convert;
+use crate::quota::{Accounts, Grant, Spending};
 use crate::recorder::{Hold, Lookup, Recorder, Told, unix};
 use crate::retention::Retentions;
 
@@ -48,8 +49,6 @@ const UNWRITTEN_BYTES: usize = 256 << 20;
 const LEAST_KEPT: Duration = Duration::from_millis(250);
 /// Model of a request whose own is not configured.
 const NO_MODEL: ModelId = ModelId(u16::MAX);
-/// Entries of a finished tenant's drain rate.
-const RATE_WINDOW: usize = 64;
 
 /// A gateway connection. Each start of a gateway has another one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -71,6 +70,8 @@ pub struct Ticket {
     pub idempotency: Option<Idempotency>,
     /// Until then nobody else gets the key.
     pub _hold: Option<Hold>,
+    /// That it is within its tenant's quotas.
+    pub grant: Grant,
     /// Digest of its model's file.
     pub model_digest: Option<[u8; 16]>,
     /// The whole request, for the journal.
@@ -89,6 +90,8 @@ pub enum Message {
         connection: ConnectionId,
         /// The gateway's number for its question.
         number: u64,
+        /// What it takes of its tenant's quotas.
+        spending: Spending,
     },
     /// The engine did not take it.
     Refused(Box<Ticket>, AdmitError),
@@ -182,6 +185,8 @@ struct Log {
     place: Place,
     /// When it ended, in seconds since 1970.
     ended: Option<u64>,
+    /// What it takes of its tenant's quotas, until it ends.
+    spending: Option<Spending>,
 }
 
 /// Where a log's request is, as long as it has not ended.
@@ -218,6 +223,7 @@ impl Log {
             settled: false,
             place: Place::Taken,
             ended: None,
+            spending: None,
         }
     }
 
@@ -277,8 +283,7 @@ pub struct Hub {
     number: u64,
     connections: HashMap<ConnectionId, Connection>,
     counters: BTreeMap<TenantId, Counters>,
-    /// Ends of requests, for each tenant's drain rate.
-    ends: HashMap<TenantId, VecDeque<Instant>>,
+    accounts: Accounts,
     finished: BTreeMap<TenantId, FinishedLogs>,
     finished_bytes: usize,
     retentions: Retentions,
@@ -290,7 +295,12 @@ impl Hub {
     /// A hub for these engines, indexed by [`ModelId`].
     ///
     /// Lookups go to the journal and come back as [`Message::Found`].
-    pub fn new(limits: Limits, engines: Vec<EngineHandle<Box<Ticket>>>, recorder: &Recorder) -> Self {
+    pub fn new(
+        limits: Limits,
+        engines: Vec<EngineHandle<Box<Ticket>>>,
+        recorder: &Recorder,
+        accounts: Accounts,
+    ) -> Self {
         Self {
             limits,
             engines,
@@ -302,7 +312,7 @@ impl Hub {
             number: 0,
             connections: HashMap::new(),
             counters: BTreeMap::new(),
-            ends: HashMap::new(),
+            accounts,
             finished: BTreeMap::new(),
             finished_bytes: 0,
             retentions: Retentions::new(limits.retention, limits.reattach_grace),
@@ -322,6 +332,10 @@ impl Hub {
         log.cached_tokens = kept.cached_tokens;
         log.entries = kept.entries.into_iter().map(convert::entry).collect();
         log.place = Place::Awaited(Vec::new());
+        let tokens = log.entries.iter().filter(|entry| matches!(entry, Entry::Token { .. })).count() as u64;
+        let account = self.accounts.of(log.admission.tenant);
+        let cost = convert::cost(&log.admission.saved, u32::MAX, tokens);
+        log.spending = Some(account.resume(cost, log.cached_tokens.is_some()));
         self.number += 1;
         self.logs.insert(request, log);
     }
@@ -358,9 +372,9 @@ impl Hub {
 
     fn handle(&mut self, message: Message) {
         match message {
-            Message::Admitted { admission, model, connection, number } => {
+            Message::Admitted { admission, model, connection, number, spending } => {
                 // The recorder has let go of it.
-                self.admitted(Arc::unwrap_or_clone(admission), model, connection, number);
+                self.admitted(Arc::unwrap_or_clone(admission), model, (connection, number), spending);
             }
             Message::Refused(ticket, error) => self.refused(&ticket, error),
             Message::Step(record) => self.record(record),
@@ -391,7 +405,7 @@ impl Hub {
                 self.logs.retain(|_, log| log.admission.tenant != tenant);
                 self.finished_bytes -= self.finished.remove(&tenant).map_or(0, |logs| logs.bytes);
                 self.counters.remove(&tenant);
-                self.ends.remove(&tenant);
+                self.accounts.forget(tenant);
                 self.retentions.set(tenant, None);
             }
             Message::Retain(tenant, own) => self.retentions.set(tenant, own),
@@ -422,13 +436,21 @@ impl Hub {
         self.logs.get_mut(&request).filter(|log| log.admission.tenant == tenant)
     }
 
-    fn admitted(&mut self, admission: Admission, model: ModelId, connection: ConnectionId, ticket: u64) {
+    fn admitted(
+        &mut self,
+        admission: Admission,
+        model: ModelId,
+        (connection, ticket): (ConnectionId, u64),
+        spending: Spending,
+    ) {
         self.counters.entry(admission.tenant).or_default().admitted += 1;
         let request = admission.request;
-        self.logs.insert(request, Log::new(self.number, model, admission));
+        let rates = convert::rates(spending.rates());
+        let log = Log { spending: Some(spending), ..Log::new(self.number, model, admission) };
+        self.logs.insert(request, log);
         self.number += 1;
         fail_point!("before-accepted");
-        self.send(connection, ToGateway::Accepted { ticket, request: request.0, repeated: false });
+        self.send(connection, ToGateway::Accepted { ticket, request: request.0, repeated: false, rates });
     }
 
     /// Its engine has a request: now comes what was asked of it before.
@@ -459,7 +481,8 @@ impl Hub {
                 Refusal::NeverFits { needed: needed.0, allowed: allowed.0, block_size: ticket.block_size }
             }
             AdmitError::QueueFull { waiting } => {
-                Refusal::QueueFull { waiting, retry_after: self.retry_after(ticket.tenant, waiting) }
+                let wait_us = self.accounts.of(ticket.tenant).queue_wait();
+                Refusal::QueueFull { waiting, retry_after: convert::retry_after(wait_us) }
             }
             // The model's pool has a size, and the tenant's share is on its way into it.
             AdmitError::UnknownTenant(_) => Refusal::Closed(Closed::Loading),
@@ -474,23 +497,18 @@ impl Hub {
         self.send(ticket.connection, ToGateway::Refused { ticket: ticket.number, refusal });
     }
 
-    /// Seconds until the queue will have moved on by one, from the tenant's last ends.
-    fn retry_after(&self, tenant: TenantId, waiting: u32) -> u32 {
-        let Some(ends) = self.ends.get(&tenant).filter(|ends| ends.len() > 1) else { return 1 };
-        let span = ends.front().map_or(0.0, |first| first.elapsed().as_secs_f64());
-        let per_second = ends.len() as f64 / span.max(0.001);
-        // The whole queue need not drain: a place is free once a tenth of it has.
-        (f64::from(waiting.div_ceil(10)) / per_second).ceil().clamp(1.0, 60.0) as u32
-    }
-
     fn record(&mut self, record: StepRecord) {
         for started in record.started {
             if let Some(log) = self.logs.get_mut(&started.request) {
                 log.cached_tokens = Some(started.cached_tokens.0);
+                log.spending.as_mut().map(Spending::start);
             }
         }
         for token in record.tokens {
             let Some(log) = self.logs.get_mut(&token.request) else { continue };
+            if let Some(spending) = &mut log.spending {
+                spending.spend(1);
+            }
             log.entries.push(Entry::Token { choice: token.choice, token: token.token.0 });
             self.counters.entry(token.tenant).or_default().output_tokens += 1;
             self.mark(token.request);
@@ -508,16 +526,12 @@ impl Hub {
                 log.entries.push(Entry::End { cached_tokens: ended.cached_tokens.0 });
                 log.entries.shrink_to_fit();
                 log.ended = Some(unix());
+                log.spending = None;
                 if *self.durability.borrow() == Durability::Durable {
                     log.admission.saved.prompt = Vec::new();
                 }
                 let (bytes, now) = (log.bytes(), Instant::now());
                 self.keep_finished(finished.tenant, finished.request, now, bytes);
-                let ends = self.ends.entry(finished.tenant).or_default();
-                if ends.len() == RATE_WINDOW {
-                    ends.pop_front();
-                }
-                ends.push_back(now);
             }
             self.mark(finished.request);
         }
@@ -564,6 +578,7 @@ impl Hub {
             created: *created_unix,
             n: *n,
             entries: log.entries.len() as u64,
+            held: matches!(log.place, Place::Held),
         };
         fail_point!("before-attached");
         self.send(connection, attached);

@@ -19,6 +19,7 @@
 //! | [`template`] | a model's template process, which forks gateways |
 //! | [`databases`], [`recorder`] | both databases, opened together; the journal's thread: durable, then visible |
 //! | [`hub`] | delivery: request logs, attachments, cursors |
+//! | [`quota`], [`usage`] | who may ask for how much; what was used |
 //! | [`retention`] | how long what has ended is kept |
 //! | [`model`], [`fit`] | one model: its engine's thread; what of an earlier daemon can go on with it |
 //! | [`worker`] | a model's worker process: started, spoken to, fenced, replaced |
@@ -48,6 +49,7 @@ mod model;
 #[cfg(feature = "failpoints")]
 mod points;
 mod ports;
+mod quota;
 mod reconfigure;
 mod recorder;
 mod reload;
@@ -60,6 +62,7 @@ mod status;
 mod supervision;
 mod template;
 mod tenants;
+mod usage;
 mod watchdog;
 mod worker;
 

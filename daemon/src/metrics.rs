@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use pagedd_control::{DrainInfo, DrainState};
-use pagedd_core::{Blocks, FinishReason, TenantId};
+use pagedd_core::{Blocks, FinishReason, Quota, TenantId};
 use pagedd_engine::EngineStats;
 use pagedd_journal::Durability;
 use pagedd_sched::TenantStats;
@@ -23,6 +23,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use crate::daemon::Facts;
 use crate::hub::{Counters, Message};
 use crate::model::Model;
+use crate::quota::{Accounts, TenantAccount};
 use crate::tenants::Tenant;
 use crate::worker::ModelState;
 
@@ -33,6 +34,7 @@ pub struct Exporter {
     durability: watch::Receiver<Durability>,
     /// Requests of an earlier daemon that go no further.
     set_aside: u64,
+    accounts: Accounts,
 }
 
 type Labels = Vec<(&'static str, String)>;
@@ -112,8 +114,13 @@ impl View {
 
 impl Exporter {
     /// An exporter that asks this hub for counters.
-    pub fn new(hub: mpsc::Sender<Message>, durability: watch::Receiver<Durability>, set_aside: u64) -> Self {
-        Self { hub, durability, set_aside }
+    pub fn new(
+        hub: mpsc::Sender<Message>,
+        durability: watch::Receiver<Durability>,
+        set_aside: u64,
+        accounts: Accounts,
+    ) -> Self {
+        Self { hub, durability, set_aside, accounts }
     }
 
     async fn counters(&self) -> BTreeMap<TenantId, Counters> {
@@ -139,6 +146,7 @@ impl Exporter {
         let mut families = Families::default();
         pool(&mut families, model, &view);
         tenant(&mut families, name, model, &numbers, &counters);
+        quotas(&mut families, name, model, &self.accounts.of(id));
         vllm(&mut families, model, &view, std::iter::once((&numbers, &counters)));
         families.render()
     }
@@ -196,6 +204,7 @@ impl Exporter {
                 let of = stats.scheduler.tenant(owner.id()).copied().unwrap_or_else(|| nothing(owner.id()));
                 let counted = counters.get(&owner.id()).cloned().unwrap_or_default();
                 tenant(&mut families, &owner.record.name, model, &of, &counted);
+                quotas(&mut families, &owner.record.name, model, &self.accounts.of(owner.id()));
                 numbers.push((of, counted));
             }
             vllm(&mut families, model, &view, numbers.iter().map(|(of, counted)| (of, counted)));
@@ -362,6 +371,23 @@ fn tenant(families: &mut Families, name: &str, model: &Model, numbers: &TenantSt
         let mut labels = labels.clone();
         labels.push(("reason", reason.to_string()));
         families.counter("pagedd_choices_finished", "Choices that ended, by reason.", &labels, count);
+    }
+}
+
+/// A tenant's quotas, and what was refused for them.
+fn quotas(families: &mut Families, name: &str, model: &Model, account: &TenantAccount) {
+    for quota in Quota::ALL {
+        let labels: Labels = vec![
+            ("tenant", name.to_owned()),
+            ("model", model.name.clone()),
+            ("quota", quota.as_str().to_owned()),
+        ];
+        let (limit, used, refused) = account.standing(quota);
+        let limit = limit.map_or(f64::INFINITY, |limit| limit as f64);
+        families.gauge("pagedd_quota_limit", "A quota of the tenant's; +Inf without one.", &labels, limit);
+        families.gauge("pagedd_quota_used", "How much of it is taken.", &labels, used as f64);
+        let help = "Requests that were refused for it.";
+        families.counter("pagedd_quota_refusals", help, &labels, refused);
     }
 }
 

@@ -20,16 +20,18 @@ use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, InboxFull, Placed, StepRecord};
 use pagedd_journal::{
-    Admission, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, Now, Record, Step,
+    Admission, DbError, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, LedgerId,
+    Now, Record, Step,
 };
 use pagedd_sched::AdmitError;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tracing::{error, info, warn};
 
 use crate::convert;
 use crate::fit::Misfit;
 use crate::hub::{ConnectionId, Limits, Message, Ticket};
 use crate::retention::Retentions;
+use crate::usage::{self, Billing};
 
 /// What may wait for the recorder. An engine that finds it full waits: its tokens would not be visible anyway.
 const INBOX: usize = 1024;
@@ -83,6 +85,11 @@ pub enum Told {
     Retain(TenantId, Option<Duration>),
     /// How long requests are kept of tenants that have no time of their own, and those whose clients may come back.
     Limits(Limits),
+    /// What requests used that have ended, as far as control.db is not known to have it: on disk when it is answered. The answer may say why
+    /// it cannot be had.
+    Bills(oneshot::Sender<Result<Billing, String>>),
+    /// control.db has this journal's bills up to this one.
+    Billed(LedgerId, i64),
     /// All that is committed is to be copied to this new file, at one moment; the answer says why it was not.
     Save(PathBuf, oneshot::Sender<Result<(), String>>),
     /// Nothing more comes; the answer comes once everything is on disk.
@@ -134,6 +141,8 @@ pub struct Recorder {
     pub lookups: mpsc::Sender<Lookup>,
     /// Whether what was accepted survives the daemon.
     pub durability: watch::Receiver<Durability>,
+    /// Told when requests have ended: there are bills.
+    pub billed: Arc<Notify>,
 }
 
 /// What a start finds in a journal.
@@ -149,7 +158,7 @@ pub struct Found {
 ///
 /// # Errors
 /// The journal cannot be read.
-pub fn live(db: &mut JournalDb, tenants: &[TenantId]) -> Result<Found, pagedd_journal::DbError> {
+pub fn live(db: &mut JournalDb, tenants: &[TenantId]) -> Result<Found, DbError> {
     let (mut live, mut aside, mut damaged) = (Vec::new(), Vec::new(), Vec::new());
     db.replay_live(|kept| match kept {
         Ok(kept) if !tenants.contains(&kept.admission.tenant) => {}
@@ -189,7 +198,12 @@ pub fn start(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
     let (sender, durability) = watch::channel(writer.durability());
     let grace = retention.grace();
+    let billed = Arc::new(Notify::new());
+    // An earlier daemon may have left some.
+    billed.notify_one();
     let work = Work {
+        billed: billed.clone(),
+        billed_through: None,
         writer,
         hub,
         durability: sender,
@@ -205,7 +219,7 @@ pub fn start(
     thread::Builder::new()
         .name("journal".to_owned())
         .spawn(move || runtime.block_on(work.run(told, asked)))?;
-    Ok(Recorder { inbox, lookups, durability })
+    Ok(Recorder { inbox, lookups, durability, billed })
 }
 
 /// Admits requests of an earlier daemon again. Those with which a daemon ended before their next token come before all others, and alone
@@ -337,6 +351,10 @@ struct Work {
     claims: HashMap<Key, ([u8; 32], Weak<()>)>,
     /// Those of requests that were admitted and could not be written.
     lost_keys: HashMap<Key, (RequestId, [u8; 32])>,
+    /// Told when requests have ended.
+    billed: Arc<Notify>,
+    /// Up to which of whose bills control.db is known to have them.
+    billed_through: Option<(LedgerId, i64)>,
     /// Requests that were admitted again and of which nothing came yet; who waits for that has the other end.
     unproven: HashMap<RequestId, Arc<oneshot::Sender<()>>>,
     /// Those of which something is about to be committed.
@@ -376,12 +394,20 @@ impl Work {
             match told {
                 Told::Admitted(request, ticket) => {
                     let Ticket {
-                        connection, tenant, model, number, idempotency, model_digest, saved, ..
+                        connection,
+                        tenant,
+                        model,
+                        number,
+                        idempotency,
+                        grant,
+                        model_digest,
+                        saved,
+                        ..
                     } = *ticket;
                     let admission = Admission { request, tenant, idempotency, model_digest, saved };
-                    let admission = Arc::new(admission);
+                    let (admission, spending) = (Arc::new(admission), grant.accepted());
                     records.push(Record::Admission(admission.clone()));
-                    messages.push(Message::Admitted { admission, model, connection, number });
+                    messages.push(Message::Admitted { admission, model, connection, number, spending });
                 }
                 Told::Step(step) => {
                     let saved = convert::step(&step);
@@ -393,6 +419,7 @@ impl Work {
                     if step.finished.iter().any(|finished| finished.ended.is_some()) {
                         let at = Instant::now() + self.expire_every();
                         self.expire_at.get_or_insert(at);
+                        self.billed.notify_one();
                     }
                     messages.push(Message::Step(step));
                 }
@@ -515,9 +542,10 @@ impl Work {
                 drop(self.hub.send(Message::Held(request)).await);
             }
             Told::Forget(tenant) => {
-                if let Err(error) = self.writer.db().delete_tenant(tenant) {
+                if let Err(error) = self.writer.db().delete_tenant(tenant, unix()) {
                     warn!(%tenant, %error, "requests of a removed tenant stay until the next start");
                 }
+                self.billed.notify_one();
                 self.claims.retain(|(of, _), _| *of != tenant);
                 self.lost_keys.retain(|(of, _), _| *of != tenant);
                 self.retention.set(tenant, None);
@@ -534,6 +562,18 @@ impl Work {
                 let soon = Instant::now() + self.expire_every();
                 self.expire_at = self.expire_at.map(|at| at.min(soon));
                 drop(self.hub.send(Message::Limits(limits)).await);
+            }
+            Told::Bills(answer) => {
+                // Who asked may have given up.
+                drop(answer.send(self.bills().map_err(|error| error.to_string())));
+            }
+            Told::Billed(journal, through) => {
+                self.billed_through = Some((journal, through));
+                let before = unix().saturating_sub(usage::KEPT_S);
+                let is_own = self.writer.db().ledger().is_ok_and(|own| own == journal);
+                if is_own && let Err(error) = self.writer.db().forget_bills(through, before) {
+                    warn!(%error, "bills that control.db has stay in the journal for now");
+                }
             }
             Told::Save(file, answer) => {
                 let saved = match self.writer.durability() {
@@ -557,6 +597,16 @@ impl Work {
                 _ = answer.send(());
             }
         }
+    }
+
+    /// What control.db is not known to have.
+    fn bills(&mut self) -> Result<Billing, DbError> {
+        let db = self.writer.db();
+        // What is added there is to have happened here, whatever ends the host.
+        db.sync()?;
+        let journal = db.ledger()?;
+        let after = self.billed_through.filter(|(of, _)| *of == journal).map_or(0, |(_, through)| through);
+        Ok(Billing { journal, bills: db.bills(after, usage::AT_ONCE)? })
     }
 
     fn claim(&mut self, tenant: TenantId, Idempotency { key, body }: Idempotency) -> Claim {

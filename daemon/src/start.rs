@@ -49,6 +49,7 @@ use crate::hub::{self, Hub};
 use crate::metrics::Exporter;
 use crate::model::{Go, Model, Started, Surroundings};
 use crate::ports;
+use crate::quota::Accounts;
 use crate::reconfigure::{self, Configuration, SetLevel};
 use crate::recorder;
 use crate::reload::{self, Reloaded};
@@ -57,6 +58,7 @@ use crate::retention::Retentions;
 use crate::sandbox;
 use crate::supervision::{self, Standing};
 use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
+use crate::usage::{self, Collector};
 use crate::watchdog::Watchdog;
 
 /// What `fsync: interval` means: the loss of power costs at most so much.
@@ -385,8 +387,11 @@ async fn serve(
     for (tenant, own) in &own_retentions {
         retention.set(*tenant, Some(*own));
     }
+    let accounts = Accounts::default();
+    usage::recall(&accounts, journal.db(), &restored, recorder::unix()).map_err(|e| state_failure(&e))?;
     let recorder = recorder::start(journal, retention, hub_sender.clone()).context("the journal's thread")?;
-    let exporter = Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside);
+    let exporter =
+        Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside, accounts.clone());
     let held = sandbox::find().map_err(|e| Failure::new(exit::OS, e))?;
     let identities = held
         .gives_users()
@@ -399,6 +404,7 @@ async fn serve(
         hub: hub_sender.clone(),
         recorder: recorder.inbox.clone(),
         exporter,
+        accounts: accounts.clone(),
         limits: GatewayLimits::from(config.gateway),
         going: Going::Not,
         retention: config.retention,
@@ -429,7 +435,7 @@ async fn serve(
     }
     let limits = hub::Limits { retention: config.retention, reattach_grace: config.reattach_grace };
     let engines = models.iter().map(|model| model.engine.clone()).collect();
-    let mut hub = Hub::new(limits, engines, &recorder);
+    let mut hub = Hub::new(limits, engines, &recorder, accounts);
     for (tenant, own) in &own_retentions {
         hub.retain(*tenant, Some(*own));
     }
@@ -487,8 +493,16 @@ async fn serve(
         one: tokio::sync::Mutex::new(()),
         restart: restart.clone(),
     });
+    let usage = Arc::new(Collector {
+        db: db.clone(),
+        recorder: recorder.inbox.clone(),
+        billed: recorder.billed.clone(),
+        one: tokio::sync::Mutex::new(()),
+    });
+    tokio::spawn(usage.clone().run());
     let daemon = Daemon {
         facts,
+        usage,
         models: models.clone(),
         tenants,
         unserved,

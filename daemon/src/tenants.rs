@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use pagedd_config::{Amount, Span};
 use pagedd_control::{
-    ControlError, ErrorCode, GatewayInfo, GatewayState as ShownGateway, ShareInfo, TenantInfo, TenantState,
+    ControlError, ErrorCode, GatewayInfo, GatewayState as ShownGateway, QuotaInfo, QuotaUse, ShareInfo,
+    TenantInfo, TenantState,
 };
-use pagedd_core::{Blocks, Bytes, TenantId, Tokens};
+use pagedd_core::{Blocks, Bytes, Quota, TenantId, Tokens};
 use pagedd_engine::Command;
 use pagedd_host::Identity;
 use pagedd_host::fdstore::FdStore;
@@ -31,6 +32,7 @@ use crate::hub::{Message, Ticket};
 use crate::metrics::Exporter;
 use crate::model::Model;
 use crate::ports;
+use crate::quota::Accounts;
 use crate::recorder::Told;
 use crate::worker::ModelState;
 
@@ -101,6 +103,7 @@ impl Unserved {
             },
             prompt_lookup: prompt_lookup.unwrap_or(true),
             retention: shop.retention(&self.record).to_string(),
+            quotas: shop.quotas(&self.record),
             running: 0,
             waiting: 0,
             gateway: GatewayInfo { state: ShownGateway::Failed { error }, pid: None, restarts: 0 },
@@ -149,6 +152,8 @@ pub struct TenantShop {
     pub recorder: mpsc::Sender<Told>,
     /// Metrics.
     pub exporter: Exporter,
+    /// What tenants have used of their quotas.
+    pub accounts: Accounts,
     /// Limits of every gateway.
     pub limits: GatewayLimits,
     /// How a gateway that is started now stands: a drain holds for those that come later, too.
@@ -186,6 +191,22 @@ impl TenantShop {
     /// How long a tenant's requests are kept after their end.
     fn retention(&self, record: &TenantRow) -> Span {
         Span(own_retention(record).unwrap_or(self.retention))
+    }
+
+    /// How a tenant's quotas stand.
+    fn quotas(&self, record: &TenantRow) -> QuotaInfo {
+        let account = self.accounts.of(record.id);
+        let standing = |quota: Quota| {
+            let (_, used, refused) = account.standing(quota);
+            QuotaUse { limit: record.quotas.get(quota), used, refused }
+        };
+        QuotaInfo {
+            requests_per_minute: standing(Quota::RequestsPerMinute),
+            tokens_per_minute: standing(Quota::TokensPerMinute),
+            max_concurrent: standing(Quota::MaxConcurrent),
+            max_queued_requests: standing(Quota::MaxQueuedRequests),
+            max_queued_tokens: standing(Quota::MaxQueuedTokens),
+        }
     }
 
     fn identities(&self) -> Option<std::sync::MutexGuard<'_, Identities>> {
@@ -230,7 +251,10 @@ impl TenantShop {
         });
         let state = watch::Sender::new((GatewayState::Starting, 0));
         let gateway = state.subscribe();
+        let account = self.accounts.of(record.id);
+        account.set(record.quotas);
         let task = GatewayTask {
+            account,
             tenant: record.id,
             name: record.name.clone(),
             identity,
@@ -421,6 +445,7 @@ impl Tenant {
             },
             prompt_lookup: self.record.prompt_lookup.unwrap_or(self.model.live.borrow().tuning.prompt_lookup),
             retention: shop.retention(&self.record).to_string(),
+            quotas: shop.quotas(&self.record),
             running: numbers.map_or(0, |n| n.running),
             waiting: numbers.map_or(0, |n| n.waiting),
             gateway: GatewayInfo { state: shown, pid, restarts },

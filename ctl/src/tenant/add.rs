@@ -1,6 +1,6 @@
 //! `pagedctl tenant add`.
 
-use super::{Switch, amount, name, port, retention};
+use super::{Switch, amount, name, port, quotas, retention};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
@@ -34,6 +34,8 @@ pub struct Args {
     /// How long its requests are kept after their end, for example 10m, or 0s [default: as the configuration says]
     #[arg(long, value_name = "SPAN")]
     retention: Option<String>,
+    #[command(flatten)]
+    quotas: quotas::Args,
 }
 
 /// The tenant, its key and a line to try it with.
@@ -48,6 +50,7 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         no_auth: args.no_auth,
         prompt_lookup: args.prompt_lookup.map(bool::from),
         retention: retention(args.retention.as_deref())?,
+        quotas: args.quotas.changes()?,
     };
     context.ask(Command::TenantAdd(spec), |reply| match reply {
         Reply::TenantAdded(added) => Some(render(added)),
@@ -55,7 +58,7 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
     })
 }
 
-fn render(TenantAdded { tenant, key }: &TenantAdded) -> String {
+fn render(TenantAdded { tenant, key, notes }: &TenantAdded) -> String {
     let secret = key.as_ref().map(|key| key.key.reveal());
     let mut rows = vec![
         ("tenant", tenant.name.clone()),
@@ -65,6 +68,7 @@ fn render(TenantAdded { tenant, key }: &TenantAdded) -> String {
         ("kv floor", show::floor(&tenant.share)),
         ("kv ceiling", show::ceiling(&tenant.share)),
     ];
+    rows.extend(show::quotas(&tenant.quotas));
     rows.push(match secret {
         Some(secret) => ("key", format!("{secret}  (shown only now)")),
         None => ("key", "none needed: anyone who reaches the port may use it".to_owned()),
@@ -72,9 +76,10 @@ fn render(TenantAdded { tenant, key }: &TenantAdded) -> String {
     let authorization =
         secret.map_or_else(String::new, |secret| format!(" -H 'Authorization: Bearer {secret}'"));
     format!(
-        "{}\nTry it:\ncurl -N {}/v1/chat/completions{authorization} -H 'Content-Type: application/json' -d \
+        "{}{}\nTry it:\ncurl -N {}/v1/chat/completions{authorization} -H 'Content-Type: application/json' -d \
          '{{\"model\":\"{}\",\"stream\":true,\"temperature\":0,\"max_tokens\":200,\"messages\":[{{\"role\":\"user\",\"content\":\"Hello\"}}]}}'\n",
         fields(&rows),
+        show::notes(notes),
         tenant.url,
         tenant.model,
     )

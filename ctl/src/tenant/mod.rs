@@ -2,6 +2,7 @@
 
 pub mod add;
 pub mod list;
+pub mod quotas;
 pub mod remove;
 pub mod resume;
 pub mod set;

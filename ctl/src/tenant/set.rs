@@ -1,6 +1,6 @@
 //! `pagedctl tenant set`.
 
-use super::{Switch, amount, name, port, retention};
+use super::{Switch, amount, name, port, quotas, retention};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
@@ -29,6 +29,8 @@ pub struct Args {
     /// How long its requests are kept after their end, for example 10m, or 0s; `default` is what the configuration says
     #[arg(long, value_name = "SPAN")]
     retention: Option<String>,
+    #[command(flatten)]
+    quotas: quotas::Args,
 }
 
 /// The tenant as it is then.
@@ -40,18 +42,20 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         auth: args.auth.map(bool::from),
         prompt_lookup: args.prompt_lookup.map(bool::from),
         retention: retention(args.retention.as_deref())?,
+        quotas: args.quotas.changes()?,
     };
     let name = name(&args.name)?;
     if changes.is_empty() {
         return Err(Failure::Usage {
             message: format!("nothing to change about `{name}`"),
             hint: Some(
-                "give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup or --retention".to_owned(),
+                "give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup, --retention or a quota"
+                    .to_owned(),
             ),
         });
     }
     context.ask(Command::TenantSet(TenantSet { name, changes }), |reply| match reply {
-        Reply::Tenant(shown) => Some(show::tenant(&shown.tenant)),
+        Reply::Tenant(shown) => Some(format!("{}{}", show::tenant(&shown.tenant), show::notes(&shown.notes))),
         _ => None,
     })
 }

@@ -1,6 +1,6 @@
 //! What can be asked.
 
-use crate::CheckpointCommand;
+use crate::{CheckpointCommand, QuotaChanges, UsageAsk};
 use serde::{Deserialize, Serialize};
 
 /// One line from the client.
@@ -49,6 +49,8 @@ pub enum Command {
     Reload,
     /// Metrics in Prometheus' text format. Answered by [`crate::Reply::Metrics`].
     Metrics,
+    /// What tenants have used. Answered by [`crate::Reply::Usage`].
+    Usage(UsageAsk),
     /// Writes, shows, checks or takes up a checkpoint; see there for what answers.
     Checkpoint(CheckpointCommand),
 }
@@ -71,6 +73,7 @@ impl Command {
         "status",
         "reload",
         "metrics",
+        "usage",
         "checkpoint",
     ];
 
@@ -93,6 +96,7 @@ impl Command {
             Self::Status => "status",
             Self::Reload => "reload",
             Self::Metrics => "metrics",
+            Self::Usage(_) => "usage",
             Self::Checkpoint(_) => "checkpoint",
         }
     }
@@ -111,8 +115,36 @@ impl Command {
             | Self::Drain(_)
             | Self::Undrain
             | Self::Reload => true,
-            Self::TenantList | Self::TenantShow(_) | Self::KeyList(_) | Self::Status | Self::Metrics => false,
+            Self::TenantList
+            | Self::TenantShow(_)
+            | Self::KeyList(_)
+            | Self::Status
+            | Self::Metrics
+            | Self::Usage(_) => false,
             Self::Checkpoint(command) => command.changes(),
+        }
+    }
+
+    /// The tenant that it is about, where it is about one.
+    #[must_use]
+    pub fn tenant(&self) -> Option<&str> {
+        match self {
+            Self::TenantAdd(TenantSpec { name, .. })
+            | Self::TenantSet(TenantSet { name, .. })
+            | Self::TenantRemove(TenantRemove { name, .. })
+            | Self::TenantShow(TenantName { name })
+            | Self::TenantSuspend(TenantName { name })
+            | Self::TenantResume(TenantName { name }) => Some(name),
+            Self::KeyCreate(KeyCreate { tenant, .. })
+            | Self::KeyList(KeyList { tenant })
+            | Self::KeyRevoke(KeyRevoke { tenant, .. }) => Some(tenant),
+            Self::Usage(UsageAsk { tenant, .. }) => tenant.as_deref(),
+            Self::TenantList
+            | Self::Drain(_)
+            | Self::Undrain
+            | Self::Status
+            | Self::Metrics
+            | Self::Checkpoint(_) => None,
         }
     }
 }
@@ -136,6 +168,9 @@ pub struct TenantSpec {
     pub prompt_lookup: Option<bool>,
     /// How long its requests are kept after their end (`10m`, `0s`); `None` is as the configuration says.
     pub retention: Option<String>,
+    /// What it may ask for.
+    #[serde(default, skip_serializing_if = "QuotaChanges::is_empty")]
+    pub quotas: QuotaChanges,
 }
 
 /// Changes to a tenant.
@@ -163,6 +198,9 @@ pub struct TenantChanges {
     /// How long its requests are kept after their end, those too that have ended before (`10m`, `0s`, or `default` for what the
     /// configuration says).
     pub retention: Option<String>,
+    /// What it may ask for. What was used before counts.
+    #[serde(default, skip_serializing_if = "QuotaChanges::is_empty")]
+    pub quotas: QuotaChanges,
 }
 
 impl TenantChanges {

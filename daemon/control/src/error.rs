@@ -43,6 +43,8 @@ codes! {
     InvalidAmount = "invalid_amount",
     /// A retention does not read as a duration, or is too long.
     InvalidRetention = "invalid_retention",
+    /// A quota is 0, or larger than can be kept.
+    InvalidQuota = "invalid_quota",
     /// A label is too long or has control characters.
     InvalidLabel = "invalid_label",
     /// The tenant has no key of this id.

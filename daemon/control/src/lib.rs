@@ -18,7 +18,9 @@ mod client;
 mod command;
 mod error;
 mod line;
+mod quota;
 mod reply;
+mod usage;
 
 pub use checkpoint::{
     CheckpointAt, CheckpointCommand, CheckpointFile, CheckpointInfo, CheckpointListed, CheckpointListing,
@@ -31,15 +33,20 @@ pub use command::{
 };
 pub use error::{ControlError, ErrorCode};
 pub use line::{LineError, MAX_REPLY_LINE, MAX_REQUEST_LINE, decode_request, encode};
+pub use quota::{QuotaChanges, QuotaInfo, QuotaLimit, QuotaUse};
 pub use reply::{
     DrainInfo, DrainState, Durable, GatewayInfo, GatewayState, KeyCreated, KeyInfo, KeyListed, MetricsText,
     ModelState, ModelStatus, ReloadInfo, ReloadOutcome, Removed, Reply, Response, SandboxPart, SandboxState,
     Secret, ShareInfo, StatusInfo, Supervisor, TenantAdded, TenantInfo, TenantListed, TenantShown,
     TenantState, Walls,
 };
+pub use usage::{UsageAsk, UsageBy, UsageReport, UsageRow};
 
 /// Version of the protocol. A daemon refuses another one by [`ErrorCode::UnsupportedProtocol`], naming both.
 pub const PROTOCOL: u32 = 1;
+
+/// Most that a quota can be.
+pub const MAX_QUOTA: u64 = 1_000_000_000_000;
 
 /// Most characters of a key's label.
 pub const MAX_LABEL: usize = 100;

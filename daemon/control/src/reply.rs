@@ -1,6 +1,9 @@
 //! What is answered.
 
-use crate::{CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError};
+use crate::{
+    CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError, QuotaInfo,
+    UsageReport,
+};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -59,6 +62,8 @@ pub enum Reply {
     Reloaded(ReloadInfo),
     /// To `metrics`.
     Metrics(MetricsText),
+    /// To `usage`.
+    Usage(UsageReport),
     /// To `checkpoint` to be saved.
     CheckpointSaved(CheckpointInfo),
     /// To `checkpoint` to be listed.
@@ -78,6 +83,9 @@ pub struct TenantAdded {
     pub tenant: TenantInfo,
     /// Its first key; `None` for an open port.
     pub key: Option<KeyCreated>,
+    /// What the operator should know of it beside.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
 }
 
 /// One tenant.
@@ -85,6 +93,9 @@ pub struct TenantAdded {
 pub struct TenantShown {
     /// The tenant.
     pub tenant: TenantInfo,
+    /// What the operator should know beside, of what was just done.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
 }
 
 /// Tenants.
@@ -130,6 +141,9 @@ pub struct TenantInfo {
     pub prompt_lookup: bool,
     /// How long its requests are kept after their end.
     pub retention: String,
+    /// What it may ask for, and how much of it is taken.
+    #[serde(default)]
+    pub quotas: QuotaInfo,
     /// Sequences in the running batch.
     pub running: u32,
     /// Requests that wait.
@@ -351,6 +365,9 @@ pub struct DrainInfo {
     pub waiting: u32,
     /// Requests that a client reads at this moment, to their ends.
     pub streams: u32,
+    /// Requests of an earlier daemon that wait for a start with a larger `max_model_len` or `kv_memory`; the log names each.
+    #[serde(default)]
+    pub too_large: u32,
 }
 
 impl DrainInfo {

@@ -31,6 +31,7 @@ fn tenant() -> TenantInfo {
         },
         prompt_lookup: true,
         retention: "10m".to_owned(),
+        quotas: QuotaInfo::default(),
         running: 1,
         waiting: 2,
         gateway: GatewayInfo { state: GatewayState::Running, pid: Some(42), restarts: 0 },
@@ -48,7 +49,7 @@ fn key() -> KeyCreated {
     }
 }
 
-const TENANT: &str = r#"{"id":3,"name":"acme","state":{"is":"ready"},"port":8101,"url":"http://127.0.0.1:8101","model":"smollm2","auth":true,"keys":1,"share":{"floor":"20%","ceiling":"50%","floor_blocks":200,"ceiling_blocks":null,"held_blocks":7,"cached_blocks":9},"prompt_lookup":true,"retention":"10m","running":1,"waiting":2,"gateway":{"state":{"is":"running"},"pid":42,"restarts":0},"created_unix":1790000000}"#;
+const TENANT: &str = r#"{"id":3,"name":"acme","state":{"is":"ready"},"port":8101,"url":"http://127.0.0.1:8101","model":"smollm2","auth":true,"keys":1,"share":{"floor":"20%","ceiling":"50%","floor_blocks":200,"ceiling_blocks":null,"held_blocks":7,"cached_blocks":9},"prompt_lookup":true,"retention":"10m","quotas":{"requests_per_minute":{"limit":null,"used":0,"refused":0},"tokens_per_minute":{"limit":null,"used":0,"refused":0},"max_concurrent":{"limit":null,"used":0,"refused":0},"max_queued_requests":{"limit":null,"used":0,"refused":0},"max_queued_tokens":{"limit":null,"used":0,"refused":0}},"running":1,"waiting":2,"gateway":{"state":{"is":"running"},"pid":42,"restarts":0},"created_unix":1790000000}"#;
 
 fn commands() -> Vec<(Command, &'static str)> {
     let changes = TenantChanges {
@@ -56,6 +57,7 @@ fn commands() -> Vec<(Command, &'static str)> {
         auth: Some(false),
         prompt_lookup: Some(true),
         retention: Some("0s".to_owned()),
+        quotas: QuotaChanges { max_concurrent: Some(QuotaLimit::None), ..QuotaChanges::default() },
         ..TenantChanges::default()
     };
     let spec = TenantSpec {
@@ -67,16 +69,17 @@ fn commands() -> Vec<(Command, &'static str)> {
         no_auth: false,
         prompt_lookup: None,
         retention: None,
+        quotas: QuotaChanges { tokens_per_minute: Some(QuotaLimit::At(5)), ..QuotaChanges::default() },
     };
     let label = Some("laptop".to_owned());
     vec![
         (
             Command::TenantAdd(spec),
-            r#""command":"tenant_add","name":"acme","port":null,"model":"smollm2","kv_floor":"20%","kv_ceiling":null,"no_auth":false,"prompt_lookup":null,"retention":null"#,
+            r#""command":"tenant_add","name":"acme","port":null,"model":"smollm2","kv_floor":"20%","kv_ceiling":null,"no_auth":false,"prompt_lookup":null,"retention":null,"quotas":{"tokens_per_minute":{"at":5}}"#,
         ),
         (
             Command::TenantSet(TenantSet { name: "acme".to_owned(), changes }),
-            r#""command":"tenant_set","name":"acme","changes":{"port":9000,"kv_floor":null,"kv_ceiling":null,"auth":false,"prompt_lookup":true,"retention":"0s"}"#,
+            r#""command":"tenant_set","name":"acme","changes":{"port":9000,"kv_floor":null,"kv_ceiling":null,"auth":false,"prompt_lookup":true,"retention":"0s","quotas":{"max_concurrent":"none"}}"#,
         ),
         (
             Command::TenantRemove(TenantRemove { name: "acme".to_owned(), force: true }),
@@ -101,6 +104,10 @@ fn commands() -> Vec<(Command, &'static str)> {
         (Command::Reload, r#""command":"reload""#),
         (Command::Metrics, r#""command":"metrics""#),
         (
+            Command::Usage(UsageAsk { tenant: None, since_unix: 7, by: UsageBy::Day }),
+            r#""command":"usage","tenant":null,"since_unix":7,"by":"day""#,
+        ),
+        (
             Command::Checkpoint(CheckpointCommand::Save(CheckpointSave { name: "one".to_owned(), kv: true })),
             r#""command":"checkpoint","action":"save","name":"one","kv":true"#,
         ),
@@ -109,7 +116,7 @@ fn commands() -> Vec<(Command, &'static str)> {
 
 fn draining() -> DrainInfo {
     let state = DrainState::Draining { since_unix: 5, deadline_unix: None };
-    DrainInfo { state, requests: 3, running: 1, waiting: 2, streams: 1 }
+    DrainInfo { state, requests: 3, running: 1, waiting: 2, streams: 1, too_large: 4 }
 }
 
 fn status() -> StatusInfo {
@@ -168,10 +175,10 @@ fn replies() -> Vec<(Reply, String)> {
     let created = r#""id":5,"tenant":"acme","label":null,"key":"pgd_secret","prefix":"pgd_secr""#;
     vec![
         (
-            Reply::TenantAdded(TenantAdded { tenant: tenant(), key: Some(key()) }),
+            Reply::TenantAdded(TenantAdded { tenant: tenant(), key: Some(key()), notes: Vec::new() }),
             format!(r#"{{"reply":"tenant_added","tenant":{TENANT},"key":{{{created}}}}}"#),
         ),
-        (Reply::Tenant(TenantShown { tenant: tenant() }), format!(r#"{{"reply":"tenant","tenant":{TENANT}}}"#)),
+        (Reply::Tenant(TenantShown { tenant: tenant(), notes: Vec::new() }), format!(r#"{{"reply":"tenant","tenant":{TENANT}}}"#)),
         (
             Reply::Tenants(TenantListed { tenants: vec![tenant()] }),
             format!(r#"{{"reply":"tenants","tenants":[{TENANT}]}}"#),
@@ -188,7 +195,7 @@ fn replies() -> Vec<(Reply, String)> {
         (Reply::KeyRevoked(revoked), format!(r#"{{"reply":"key_revoked",{shown}}}"#)),
         (
             Reply::Drain(draining()),
-            r#"{"reply":"drain","state":{"is":"draining","since_unix":5,"deadline_unix":null},"requests":3,"running":1,"waiting":2,"streams":1}"#.to_owned(),
+            r#"{"reply":"drain","state":{"is":"draining","since_unix":5,"deadline_unix":null},"requests":3,"running":1,"waiting":2,"streams":1,"too_large":4}"#.to_owned(),
         ),
         (
             Reply::Reloaded(ReloadInfo {
@@ -204,7 +211,7 @@ fn replies() -> Vec<(Reply, String)> {
                 r#""reload":null,"walls":{"is":"reduced","reason":"no cgroup v2"},"#,
                 r#""sandbox":{"is":"reduced","missing":["own_user","landlock_tcp"]},"#,
                 r#""durable":{"is":"yes"},"supervisor":"keeper","#,
-                r#""drain":{"state":{"is":"admitting"},"requests":3,"running":1,"waiting":2,"streams":1},"#,
+                r#""drain":{"state":{"is":"admitting"},"requests":3,"running":1,"waiting":2,"streams":1,"too_large":4},"#,
                 r#""models":[{"name":"m","path":"/m.gguf","state":{"is":"loading","permille":500},"#,
                 r#""architecture":"llama","parameters":null,"device":"cpu","dtype":null,"kv_dtype":null,"#,
                 r#""kernels":null,"threads":2,"weight_bytes":null,"kv_bytes":null,"block_size":16,"#,
@@ -368,7 +375,7 @@ fn serve(path: &Path, answers: Vec<Vec<u8>>) -> std::thread::JoinHandle<Vec<Stri
 fn a_client_asks_and_is_answered_over_one_connection() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("admin.sock");
-    let reply = Reply::Tenant(TenantShown { tenant: tenant() });
+    let reply = Reply::Tenant(TenantShown { tenant: tenant(), notes: Vec::new() });
     let refusal = ControlError::new(ErrorCode::UnknownTenant, "no tenant `acme`").remedy("list them");
     let answers =
         vec![encode(&Response::Ok(reply.clone())).unwrap(), encode(&Response::Err(refusal.clone())).unwrap()];

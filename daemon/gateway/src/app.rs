@@ -21,13 +21,13 @@ use tokio::time::timeout;
 use crate::admit::{Bodies, BodyRoom, Caller, authorize};
 use crate::body::{Body, caught, collect, drain};
 use crate::headers::{
-    OUR_REQUEST_ID, REPLAY, REQUEST_ID, REQUEST_STATUS, WARNING, idempotency_key, is_json, last_event_id,
-    own_id, resumable,
+    OUR_REQUEST_ID, REPLAY, REQUEST_ID, REQUEST_STATUS, RETRY_AFTER_MS, WARNING, idempotency_key, is_json,
+    last_event_id, own_id, rate_headers, resumable,
 };
 use crate::link::{Link, Phase, Taken};
 use crate::metrics::{Metrics, joined};
 use crate::openai::ApiError;
-use crate::openai::error::json;
+use crate::openai::error::{Beside, json};
 use crate::openai::request::{Form, Kind};
 use crate::point::point;
 use crate::prepare::{Preparation, Prepared};
@@ -296,7 +296,7 @@ impl App {
                 return Err(ApiError::shutting_down(self.link.parting()));
             }
         };
-        let Taken { mut reader, repeated } =
+        let Taken { mut reader, repeated, rates } =
             answered.map_err(|refusal| ApiError::refused(refusal, kind.prompt_field()))?;
         let id = reader.request();
         let delivery = if repeated {
@@ -313,6 +313,7 @@ impl App {
         if repeated {
             response.headers_mut().insert(REPLAY, HeaderValue::from_static("true"));
         }
+        rate_headers(response.headers_mut(), rates);
         for warning in warnings {
             if let Ok(warning) = HeaderValue::from_str(&warning) {
                 response.headers_mut().append(WARNING, warning);
@@ -518,6 +519,10 @@ fn refuse(error: &ApiError) -> Response<Body> {
     let headers = response.headers_mut();
     if let Some(seconds) = error.retry_after {
         headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+    }
+    if let Some(Beside::Over(over)) = error.beside.as_deref() {
+        headers.insert(RETRY_AFTER_MS, HeaderValue::from(over.retry_after_ms));
+        rate_headers(headers, over.rates);
     }
     if let Some(allow) = error.allow {
         headers.insert(ALLOW, HeaderValue::from_static(allow));

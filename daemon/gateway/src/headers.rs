@@ -5,6 +5,7 @@
 
 use hyper::HeaderMap;
 use hyper::header::{HeaderName, HeaderValue};
+use pagedd_wire::gateway::Rates;
 use sha2::{Digest as _, Sha256};
 
 use crate::admit::Caller;
@@ -18,6 +19,8 @@ pub const OUR_REQUEST_ID: HeaderName = HeaderName::from_static("pagedd-request-i
 pub const REQUEST_STATUS: HeaderName = HeaderName::from_static("pagedd-request-status");
 /// `true`: the answer is that of an earlier request with the same `Idempotency-Key`.
 pub const REPLAY: HeaderName = HeaderName::from_static("pagedd-idempotent-replay");
+/// `Retry-After` in milliseconds, as OpenAI's clients read it.
+pub const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 /// A field that has no effect.
 pub const WARNING: HeaderName = HeaderName::from_static("pagedd-warning");
 
@@ -27,6 +30,42 @@ const IDEMPOTENCY_KEY: &str = "Idempotency-Key";
 
 /// Longest `Idempotency-Key`, in bytes: Stripe's.
 const LONGEST_KEY: usize = 255;
+
+/// Says how quotas by the minute stand, under the names that OpenAI's API has for it. A quota that is not set is not named.
+pub fn rate_headers(headers: &mut HeaderMap, rates: Rates) {
+    let names = [
+        (
+            rates.requests,
+            "x-ratelimit-limit-requests",
+            "x-ratelimit-remaining-requests",
+            "x-ratelimit-reset-requests",
+        ),
+        (
+            rates.tokens,
+            "x-ratelimit-limit-tokens",
+            "x-ratelimit-remaining-tokens",
+            "x-ratelimit-reset-tokens",
+        ),
+    ];
+    for (rate, limit, remaining, reset) in names {
+        let Some(rate) = rate else { continue };
+        headers.insert(HeaderName::from_static(limit), HeaderValue::from(rate.limit));
+        headers.insert(HeaderName::from_static(remaining), HeaderValue::from(rate.remaining));
+        if let Ok(value) = HeaderValue::from_str(&span(rate.reset_ms)) {
+            headers.insert(HeaderName::from_static(reset), value);
+        }
+    }
+}
+
+/// A time as OpenAI writes it: `350ms`, `7.5s`, `1m0s`.
+fn span(ms: u64) -> String {
+    match ms {
+        0..1_000 => format!("{ms}ms"),
+        1_000..60_000 if ms.is_multiple_of(1_000) => format!("{}s", ms / 1_000),
+        1_000..60_000 => format!("{}.{:03}s", ms / 1_000, ms % 1_000),
+        _ => format!("{}m{}s", ms / 60_000, ms % 60_000 / 1_000),
+    }
+}
 
 /// A client's own id, to be echoed, where it is short and printable.
 #[must_use]
@@ -81,11 +120,19 @@ pub fn resumable(headers: &HeaderMap) -> Result<bool, ApiError> {
 /// 400: it is not from 1 to 255 visible ASCII characters.
 pub fn idempotency_key(headers: &HeaderMap, caller: Caller) -> Result<Option<[u8; 32]>, ApiError> {
     let Some(key) = single(headers, IDEMPOTENCY_KEY)? else { return Ok(None) };
-    if !(1..=LONGEST_KEY).contains(&key.len()) || !key.iter().all(u8::is_ascii_graphic) {
+    let wrong = if key.is_empty() {
+        Some("is empty".to_owned())
+    } else if key.len() > LONGEST_KEY {
+        Some(format!("is too long: it has {} bytes", key.len()))
+    } else {
+        key.iter().position(|byte| !byte.is_ascii_graphic()).map(|at| match key[at] {
+            b' ' | b'\t' => format!("has a blank at byte {at}"),
+            _ => format!("has a byte that is no visible ASCII character, at {at}"),
+        })
+    };
+    if let Some(wrong) = wrong {
         let message = format!(
-            "the header `Idempotency-Key` has {} bytes; it must have 1 to {LONGEST_KEY}, all of them visible ASCII \
-             characters, without blanks",
-            key.len()
+            "the header `Idempotency-Key` {wrong}; it must be 1 to {LONGEST_KEY} visible ASCII characters, without blanks"
         );
         return Err(ApiError::value(IDEMPOTENCY_KEY, message));
     }
@@ -173,6 +220,29 @@ mod tests {
         assert_eq!(digests.len(), 6);
         assert_eq!(digest("a", Some(1)), digest("a", Some(1)));
         assert_eq!(idempotency_key(&HeaderMap::new(), Caller { key: None }), Ok(None));
+    }
+
+    #[test]
+    fn what_is_wrong_with_an_idempotency_key_is_said_first() {
+        let message = |key: &str| {
+            let error = idempotency_key(&with("idempotency-key", &[key]), Caller { key: None }).unwrap_err();
+            error.message
+        };
+        for (key, begins) in [
+            ("", "the header `Idempotency-Key` is empty; "),
+            ("a b", "the header `Idempotency-Key` has a blank at byte 1; "),
+            ("clé", "the header `Idempotency-Key` has a byte that is no visible ASCII character, at 2; "),
+        ] {
+            assert!(message(key).starts_with(begins), "{key:?}: {}", message(key));
+        }
+        let long = message(&"k".repeat(300));
+        assert!(long.starts_with("the header `Idempotency-Key` is too long: it has 300 bytes; "), "{long}");
+    }
+
+    #[test]
+    fn times_are_written_as_openai_writes_them() {
+        let written = [0, 350, 1_000, 7_500, 59_999, 60_000, 61_900].map(span);
+        assert_eq!(written, ["0ms", "350ms", "1s", "7.500s", "59.999s", "1m0s", "1m1s"]);
     }
 
     #[test]

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pagedd_core::RequestId;
-use pagedd_wire::gateway::{Answer, Delivery, Entry, Parting, Query, Refusal, ToDaemon, ToGateway, Welcome};
+use pagedd_wire::gateway::{
+    Answer, Delivery, Entry, Parting, Query, Rates, Refusal, ToDaemon, ToGateway, Welcome,
+};
 use pagedd_wire::{FrameBuffer, FrameError, PROTOCOL, encode};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
@@ -63,6 +65,8 @@ pub struct Taken {
     /// It is an earlier request with the same `Idempotency-Key`; the reader only looks on, until the client is known to be the
     /// one that made it.
     pub repeated: bool,
+    /// How the tenant's quotas stand, this request included.
+    pub rates: Rates,
 }
 
 /// A log and its readers.
@@ -163,9 +167,9 @@ impl Link {
             ToGateway::Welcome(welcome) => {
                 self.welcome.send_replace(Some(Arc::from(welcome)));
             }
-            ToGateway::Accepted { ticket, request, repeated } => {
+            ToGateway::Accepted { ticket, request, repeated, rates } => {
                 point("gateway-accepted");
-                self.accepted(ticket, RequestId(request), repeated);
+                self.accepted(ticket, RequestId(request), repeated, rates);
             }
             ToGateway::Refused { ticket, refusal } => {
                 if let Some(Question::Submit(answer)) = self.answered(ticket) {
@@ -173,10 +177,11 @@ impl Link {
                     drop(answer.send(Err(refusal)));
                 }
             }
-            ToGateway::Attached { request, key, context, prompt_tokens, created, n, entries } => {
+            ToGateway::Attached { request, key, context, prompt_tokens, created, n, entries, held } => {
                 point("gateway-attached");
                 if let Some(log) = self.log(RequestId(request)) {
-                    log.set_attached(Attached { key, context, prompt_tokens, created, n, entries });
+                    let attached = Attached { key, context, prompt_tokens, created, n, entries, held };
+                    log.set_attached(attached);
                 }
             }
             ToGateway::NotFound { request } => {
@@ -205,7 +210,7 @@ impl Link {
         }
     }
 
-    fn accepted(self: &Arc<Self>, ticket: u64, request: RequestId, repeated: bool) {
+    fn accepted(self: &Arc<Self>, ticket: u64, request: RequestId, repeated: bool, rates: Rates) {
         let Some(Question::Submit(answer)) = self.answered(ticket) else {
             // Nobody asked: nobody will read it. One that was there before is somebody else's.
             if !repeated {
@@ -218,7 +223,7 @@ impl Link {
             // Not resumable yet: a client that leaves before it has seen the id cannot come back.
             reader.own(false);
         }
-        if answer.send(Ok(Taken { reader, repeated })).is_err() {
+        if answer.send(Ok(Taken { reader, repeated, rates })).is_err() {
             debug!(%request, "the client left before its request was accepted");
         }
     }

@@ -24,6 +24,8 @@ pub struct Attached {
     pub n: u32,
     /// Entries that the log had then.
     pub entries: u64,
+    /// It does not run: its model had no room for it then.
+    pub held: bool,
 }
 
 /// How far a log has come.
@@ -163,7 +165,7 @@ mod tests {
     }
 
     fn attached(entries: u64) -> Attached {
-        Attached { key: None, context: Vec::new(), prompt_tokens: 1, created: 0, n: 1, entries }
+        Attached { key: None, context: Vec::new(), prompt_tokens: 1, created: 0, n: 1, entries, held: false }
     }
 
     #[test]

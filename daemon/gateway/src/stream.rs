@@ -71,6 +71,8 @@ pub struct Delivery {
     form: Form,
     resumable: bool,
     n: u32,
+    /// It does not run, since there is no room for it.
+    held: bool,
     renderer: Renderer,
     /// `None` where the answer is read again.
     watch: Option<Stopwatch>,
@@ -148,6 +150,7 @@ impl Delivery {
             form: context.form,
             resumable: context.resumable,
             n: attached.n,
+            held: attached.held,
             renderer,
             watch: None,
         }
@@ -265,8 +268,11 @@ impl Delivery {
 
     /// Why it does not go on for now, where that is known.
     fn stuck(&self) -> Option<ApiError> {
+        if self.held {
+            return Some(ApiError::held());
+        }
         let closed = self.app.link.welcome()?.closed.clone()?;
-        matches!(closed, Closed::Failed(_)).then(|| ApiError::closed(&closed))
+        matches!(closed, Closed::Failed | Closed::Misfit).then(|| ApiError::closed(&closed))
     }
 
     /// Reads at most `limit` entries and renders them. Nothing is lost where this is not waited for.

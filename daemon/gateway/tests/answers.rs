@@ -5,7 +5,9 @@ mod common;
 use common::client::{events, get, post, post_with, request, text_of};
 use common::{Options, Script, Server, closed, log_of, tokens_of, welcome};
 use pagedd_model::testing::GgufValue;
-use pagedd_wire::gateway::{Closed, Entry, Finish, OnLeave, Refusal, ToDaemon, ToGateway, Welcome};
+use pagedd_wire::gateway::{
+    Closed, Entry, Finish, OnLeave, Rate, Rates, Refusal, ToDaemon, ToGateway, Welcome,
+};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -250,6 +252,50 @@ fn refusals_of_the_daemon_reach_the_client() {
         let response = post(server.address, CHAT, &chat(r#","stream":true"#));
         assert_eq!((response.status, response.header("retry-after")), (status, retry));
         assert_eq!(response.header("content-type"), Some("application/json"));
+    }
+}
+
+#[test]
+fn a_quota_that_is_used_up_is_told_as_openai_tells_it() {
+    let rates = Rates {
+        requests: Some(Rate { limit: 60, remaining: 0, reset_ms: 61_500 }),
+        tokens: Some(Rate { limit: 1000, remaining: 17, reset_ms: 350 }),
+    };
+    let refusal = Refusal::OverQuota {
+        quota: "requests_per_minute".to_owned(),
+        limit: 60,
+        used: 60,
+        asked: 1,
+        retry_after_ms: 2_001,
+        rates,
+    };
+    let server = Server::start(Options::default(), move |_| Script::Refuse(refusal.clone()));
+    let response = post(server.address, CHAT, &chat(""));
+    let header = |name: &str| response.header(name).map(str::to_owned);
+    assert_eq!((response.status, header("retry-after").as_deref()), (429, Some("3")));
+    for (name, value) in [
+        ("retry-after-ms", "2001"),
+        ("x-ratelimit-limit-requests", "60"),
+        ("x-ratelimit-remaining-requests", "0"),
+        ("x-ratelimit-reset-requests", "1m1s"),
+        ("x-ratelimit-limit-tokens", "1000"),
+        ("x-ratelimit-remaining-tokens", "17"),
+        ("x-ratelimit-reset-tokens", "350ms"),
+    ] {
+        assert_eq!(header(name).as_deref(), Some(value), "{name}");
+    }
+    let error = &response.json()["error"];
+    assert_eq!((&error["code"], &error["type"]), (&"rate_limit_exceeded".into(), &"requests".into()));
+    let message = error["message"].as_str().unwrap_or_default();
+    assert!(message.contains("requests_per_minute") && message.contains("in 3 s"), "{message}");
+
+    let beyond = Refusal::BeyondQuota { quota: "tokens_per_minute".to_owned(), limit: 50, asked: 90 };
+    let server = Server::start(Options::default(), move |_| Script::Refuse(beyond.clone()));
+    let response = post(server.address, CHAT, &chat(""));
+    assert_eq!(response.error(), (400, "messages".to_owned(), "exceeds_quota".to_owned()));
+    assert_eq!(response.header("retry-after"), None, "it would be in vain");
+    for word in ["tokens_per_minute", "50", "90"] {
+        assert!(response.body.contains(word), "{word}: {}", response.body);
     }
 }
 

@@ -11,7 +11,7 @@ use common::client::{
 use common::{Options, Script, Server, Visible, closed, key, log_of, tokens_of, welcome};
 use pagedd_gateway::app::Settings;
 use pagedd_model::testing::Random;
-use pagedd_wire::gateway::{Closed, Entry, Finish, OnLeave, ToDaemon, ToGateway, Welcome};
+use pagedd_wire::gateway::{Closed, Entry, Finish, OnLeave, Rates, ToDaemon, ToGateway, Welcome};
 use serde_json::json;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -59,7 +59,12 @@ fn a_client_that_leaves_before_its_request_is_accepted_cancels_it_once_it_is() {
         })
     });
     drop(stream);
-    server.daemon.send(&ToGateway::Accepted { ticket, request: [9; 16], repeated: false });
+    server.daemon.send(&ToGateway::Accepted {
+        ticket,
+        request: [9; 16],
+        repeated: false,
+        rates: Rates::default(),
+    });
     assert_eq!(server.daemon.wait_cancel(), [9; 16]);
 }
 

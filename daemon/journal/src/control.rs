@@ -2,7 +2,7 @@
 
 use crate::schema::{self, CONTROL_DB};
 use crate::{DbError, Digest, Installation, NewKey, Numbers};
-use pagedd_core::TenantId;
+use pagedd_core::{Quota, Quotas, TenantId};
 use rusqlite::{Connection, OptionalExtension, Row, Transaction, TransactionBehavior, named_params, params};
 use std::path::{Path, PathBuf};
 
@@ -37,6 +37,8 @@ pub struct TenantRow {
     pub prompt_lookup: Option<bool>,
     /// How long its requests are kept after they ended, in milliseconds; `None` is as the configuration says.
     pub retention_ms: Option<u64>,
+    /// What it may ask for.
+    pub quotas: Quotas,
     /// When it was made, in seconds since 1970.
     pub created_unix: i64,
 }
@@ -60,6 +62,8 @@ pub struct NewTenant {
     pub prompt_lookup: Option<bool>,
     /// How long its requests are kept after they ended, in milliseconds; `None` is as the configuration says.
     pub retention_ms: Option<u64>,
+    /// What it may ask for.
+    pub quotas: Quotas,
 }
 
 /// Changes to a tenant; `None` leaves a column as it is.
@@ -79,6 +83,8 @@ pub struct TenantUpdate {
     pub prompt_lookup: Option<bool>,
     /// How long its requests are kept after they ended, in milliseconds; `Some(None)` is as the configuration says.
     pub retention_ms: Option<Option<u64>>,
+    /// What it may ask for from now on, all of it.
+    pub quotas: Option<Quotas>,
 }
 
 /// A key as it is stored.
@@ -100,8 +106,8 @@ pub struct KeyRow {
     pub revoked_unix: Option<i64>,
 }
 
-const TENANT: &str =
-    "id, name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, retention_ms, created_unix";
+const TENANT: &str = "id, name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, retention_ms, created_unix, \
+                      requests_per_minute, tokens_per_minute, max_concurrent, max_queued_requests, max_queued_tokens";
 const KEY: &str = "id, tenant, label, prefix, sha256, created_unix, revoked_unix";
 
 impl ControlDb {
@@ -242,6 +248,7 @@ impl ControlDb {
                 },
                 tenant,
             )?;
+            let row = change.set_quotas(row, new.quotas)?;
             let key = first_key.map(|key| change.insert_key(row.id, None, key, now_unix)).transpose()?;
             Ok((row, key))
         })
@@ -256,7 +263,7 @@ impl ControlDb {
             if let Some(port) = update.port {
                 change.refuse_port(port, Some(id))?;
             }
-            change
+            let row = change
                 .maybe(
                     &format!(
                         "UPDATE tenants SET port = coalesce(:port, port), kv_floor = coalesce(:floor, kv_floor),
@@ -279,7 +286,11 @@ impl ControlDb {
                     },
                     tenant,
                 )?
-                .ok_or(DbError::UnknownTenant { tenant: id })
+                .ok_or(DbError::UnknownTenant { tenant: id })?;
+            match update.quotas {
+                Some(quotas) => change.set_quotas(row, quotas),
+                None => Ok(row),
+            }
         })
     }
 
@@ -345,7 +356,7 @@ impl ControlDb {
         })
     }
 
-    fn rows<T>(
+    pub(crate) fn rows<T>(
         &self,
         query: &str,
         parameters: impl rusqlite::Params,
@@ -357,7 +368,10 @@ impl ControlDb {
     }
 
     /// One transaction: dropped without a commit where `act` fails.
-    fn change<T>(&mut self, act: impl FnOnce(&Change<'_>) -> Result<T, DbError>) -> Result<T, DbError> {
+    pub(crate) fn change<T>(
+        &mut self,
+        act: impl FnOnce(&Change<'_>) -> Result<T, DbError>,
+    ) -> Result<T, DbError> {
         let Self { db, path, .. } = self;
         let sql = |error| DbError::sql(path, error);
         let transaction = db.transaction_with_behavior(TransactionBehavior::Immediate).map_err(sql)?;
@@ -374,13 +388,13 @@ impl ControlDb {
 }
 
 /// A transaction under way.
-struct Change<'a> {
+pub(crate) struct Change<'a> {
     transaction: Transaction<'a>,
     path: &'a Path,
 }
 
 impl Change<'_> {
-    fn run(&self, statement: &str, parameters: impl rusqlite::Params) -> Result<(), DbError> {
+    pub(crate) fn run(&self, statement: &str, parameters: impl rusqlite::Params) -> Result<(), DbError> {
         let done = self.transaction.execute(statement, parameters);
         done.map(|_| ()).map_err(|error| DbError::sql(self.path, error))
     }
@@ -396,7 +410,7 @@ impl Change<'_> {
             .map_err(|error| DbError::sql(self.path, error))
     }
 
-    fn maybe<T>(
+    pub(crate) fn maybe<T>(
         &self,
         statement: &str,
         parameters: impl rusqlite::Params,
@@ -427,6 +441,15 @@ impl Change<'_> {
         }
     }
 
+    /// Sets all quotas of a tenant, and returns it as it is then.
+    fn set_quotas(&self, row: TenantRow, quotas: Quotas) -> Result<TenantRow, DbError> {
+        for quota in Quota::ALL {
+            let limit = quotas.get(quota).map(stored);
+            self.run(&format!("UPDATE tenants SET {quota} = ?2 WHERE id = ?1"), params![row.id.0, limit])?;
+        }
+        Ok(TenantRow { quotas, ..row })
+    }
+
     fn insert_key(
         &self,
         tenant: TenantId,
@@ -446,12 +469,17 @@ impl Change<'_> {
 }
 
 /// SQLite's numbers have a sign.
-fn stored(ms: u64) -> i64 {
-    i64::try_from(ms).unwrap_or(i64::MAX)
+fn stored(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
 }
 
 fn tenant(row: &Row<'_>) -> rusqlite::Result<TenantRow> {
+    let mut quotas = Quotas::default();
+    for quota in Quota::ALL {
+        quotas.set(quota, row.get::<_, Option<i64>>(quota.as_str())?.map(i64::unsigned_abs));
+    }
     Ok(TenantRow {
+        quotas,
         id: TenantId(row.get("id")?),
         name: row.get("name")?,
         port: row.get("port")?,

@@ -137,6 +137,12 @@ pub enum DbError {
         /// The database.
         path: PathBuf,
     },
+    /// The file is not there.
+    #[error("{} is missing", path.display())]
+    Missing {
+        /// The database.
+        path: PathBuf,
+    },
     /// The file system refused.
     #[error("{}: {source}", path.display())]
     Io {

@@ -8,6 +8,7 @@
 
 use crate::saved::{StepEntry, seal};
 use crate::schema::{self, JOURNAL_DB, Kind};
+use crate::usage::{self, Meter, Names, Outcome, Unbilled, computed};
 use crate::{Admission, Bound, DbError, Entry};
 use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
@@ -62,6 +63,9 @@ pub struct Step {
     pub started: Vec<(RequestId, u32)>,
     /// In order.
     pub entries: Vec<(RequestId, Entry)>,
+    /// Of requests that end here, the prompt tokens that were computed or found in the cache. Without a word of it, all of a request that
+    /// has started.
+    pub prompts: Vec<(RequestId, u32)>,
 }
 
 /// The open journal. One value owns the one connection there is; every change is one transaction.
@@ -71,7 +75,11 @@ pub struct JournalDb {
     pub(crate) path: PathBuf,
     fsync: Fsync,
     /// Requests that have not ended.
-    live: HashMap<RequestId, Live>,
+    pub(crate) live: HashMap<RequestId, Live>,
+    /// Names of their models.
+    pub(crate) names: Names,
+    /// What ended while nothing could be written.
+    pub(crate) unbilled: Unbilled,
     next_request: i64,
     next_step: i64,
     /// Rows in `steps`.
@@ -100,13 +108,15 @@ pub(crate) enum Commit {
 }
 
 /// A request that has not ended.
-#[derive(Clone, Copy, Debug)]
-struct Live {
+#[derive(Clone, Debug)]
+pub(crate) struct Live {
     /// Its row.
-    seq: i64,
-    tenant: TenantId,
+    pub seq: i64,
+    pub tenant: TenantId,
     /// Entries of its log, for its size: too many after a batch that was not committed.
-    entries: u32,
+    pub entries: u32,
+    /// What it has used.
+    pub meter: Meter,
 }
 
 impl JournalDb {
@@ -149,8 +159,8 @@ impl JournalDb {
     }
 
     /// A [saved](Self::save) journal, for reading only.
-    pub(crate) fn open_saved(path: &Path) -> Result<Self, DbError> {
-        Ok(Self::of(schema::open_saved(path, JOURNAL_DB)?, path.to_path_buf(), Fsync::Never))
+    pub(crate) fn over_saved(db: Connection, path: PathBuf) -> Self {
+        Self::of(db, path, Fsync::Never)
     }
 
     fn of(db: Connection, path: PathBuf, fsync: Fsync) -> Self {
@@ -159,6 +169,8 @@ impl JournalDb {
             path,
             fsync,
             live: HashMap::new(),
+            names: Names::default(),
+            unbilled: Unbilled::new(),
             next_request: 1,
             next_step: 1,
             unfolded: 0,
@@ -209,17 +221,17 @@ impl JournalDb {
             return Ok(());
         }
         let mut batched = Batch::new(self);
-        let mut live = mem::take(&mut self.live);
+        let (mut live, mut names) = (mem::take(&mut self.live), mem::take(&mut self.names));
         let done = self.transact(at, |change| {
             for record in batch {
                 match record {
-                    Record::Admission(admission) => batched.admit(change, admission)?,
+                    Record::Admission(admission) => batched.admit(change, admission, &mut names)?,
                     Record::Step(step) => {
                         for (request, cached_tokens) in &step.started {
-                            batched.start(&live, *request, *cached_tokens);
+                            batched.start(&mut live, *request, *cached_tokens);
                         }
                         for (request, entry) in &step.entries {
-                            batched.entry(&mut live, *request, *entry);
+                            batched.entry(&mut live, *request, *entry, (step, now_unix));
                         }
                     }
                 }
@@ -228,7 +240,10 @@ impl JournalDb {
             fail_point!("journal-append", |_| Err(DbError::DiskFull { path: change.path().to_path_buf() }));
             Ok(())
         });
-        self.live = live;
+        if done.is_err() {
+            batched.give_back(&mut live);
+        }
+        (self.live, self.names) = (live, names);
         done?;
         self.committed(at);
         let Batch { next_request, admitted, ended, rows, .. } = batched;
@@ -304,20 +319,7 @@ impl JournalDb {
                  (SELECT coalesce(max(max(first_step), max(coalesce(last_step, 0))), 0) FROM requests))",
         )?;
         let unfolded = next("SELECT count(*) FROM steps")?;
-        let live = {
-            let mut query = self
-                .db
-                .prepare(
-                    "SELECT id, seq, tenant, (SELECT coalesce(sum(count), 0) FROM logs WHERE request = seq)
-                     FROM requests WHERE finished_unix IS NULL",
-                )
-                .map_err(sql)?;
-            let read = |row: &Row<'_>| {
-                let live = Live { seq: row.get(1)?, tenant: TenantId(row.get(2)?), entries: row.get(3)? };
-                Ok((RequestId(row.get(0)?), live))
-            };
-            query.query_map([], read).and_then(Iterator::collect).map_err(sql)?
-        };
+        let live = usage::live(&self.db, &self.path, &mut self.names)?;
         (self.next_request, self.next_step, self.unfolded) = (next_request, next_step, unfolded as u64);
         self.live = live;
         Ok(())
@@ -367,6 +369,20 @@ impl JournalDb {
         }
     }
 
+    /// Bills for those of these requests that are live: they go without an end of their own.
+    pub(crate) fn bills_of_live(
+        &self,
+        requests: impl Iterator<Item = RequestId>,
+        outcome: Outcome,
+        now_unix: u64,
+    ) -> Unbilled {
+        let mut bills = Unbilled::new();
+        for live in requests.filter_map(|request| self.live.get(&request)) {
+            usage::add(&mut bills, now_unix, live.meter.bill_as(outcome, live.tenant));
+        }
+        bills
+    }
+
     /// A request is not kept any more.
     pub(crate) fn forget(&mut self, request: RequestId) {
         self.live.remove(&request);
@@ -390,6 +406,7 @@ struct Batch {
     ended: HashMap<RequestId, (i64, i64)>,
     /// Entries by tenant, and the request row of the last.
     rows: BTreeMap<TenantId, (Vec<StepEntry>, i64)>,
+    bills: Unbilled,
 }
 
 impl Batch {
@@ -401,35 +418,69 @@ impl Batch {
             started: Vec::new(),
             ended: HashMap::new(),
             rows: BTreeMap::new(),
+            bills: Unbilled::new(),
         }
     }
 
-    fn admit(&mut self, change: &Change<'_>, admission: &Admission) -> Result<(), DbError> {
+    fn admit(
+        &mut self,
+        change: &Change<'_>,
+        admission: &Admission,
+        names: &mut Names,
+    ) -> Result<(), DbError> {
         change.insert_request(self.next_request, admission, self.step)?;
-        let live = Live { seq: self.next_request, tenant: admission.tenant, entries: 0 };
+        let meter = Meter::of(&admission.saved, names.get(&admission.saved.model));
+        let live = Live { seq: self.next_request, tenant: admission.tenant, entries: 0, meter };
         self.admitted.insert(admission.request, live);
         self.next_request += 1;
         Ok(())
     }
 
-    fn start(&mut self, live: &HashMap<RequestId, Live>, request: RequestId, cached_tokens: u32) {
-        if let Some(Live { seq, .. }) = live.get(&request).or_else(|| self.admitted.get(&request)) {
+    fn start(&mut self, live: &mut HashMap<RequestId, Live>, request: RequestId, cached_tokens: u32) {
+        if let Some(Live { seq, meter, .. }) =
+            live.get_mut(&request).or_else(|| self.admitted.get_mut(&request))
+        {
+            meter.start(cached_tokens);
             self.started.push((*seq, cached_tokens));
         }
     }
 
-    fn entry(&mut self, live: &mut HashMap<RequestId, Live>, request: RequestId, entry: Entry) {
+    /// An entry of a step that is committed at this time.
+    fn entry(
+        &mut self,
+        live: &mut HashMap<RequestId, Live>,
+        request: RequestId,
+        entry: Entry,
+        (step, now_unix): (&Step, u64),
+    ) {
         let found = live.get_mut(&request).or_else(|| self.admitted.get_mut(&request));
-        let Some(Live { seq, tenant, entries: count }) = found else { return };
+        let Some(Live { seq, tenant, entries: count, meter }) = found else { return };
         if !self.ended.is_empty() && self.ended.contains_key(&request) {
             return;
         }
         *count += 1;
+        meter.take(entry);
         let (entries, last) = self.rows.entry(*tenant).or_default();
         entries.push(StepEntry { behind: *seq - *last, entry });
         *last = *seq;
         if matches!(entry, Entry::End { .. }) {
             self.ended.insert(request, (*seq, i64::from(*count) * ENTRY_BYTES));
+            usage::add(&mut self.bills, now_unix, meter.bill(*tenant, computed(step, request)));
+        }
+    }
+
+    /// Nothing of it was committed.
+    fn give_back(&self, live: &mut HashMap<RequestId, Live>) {
+        let by_row: HashMap<i64, RequestId> =
+            live.iter().map(|(request, live)| (live.seq, *request)).collect();
+        for (entries, _) in self.rows.values() {
+            let mut seq = 0;
+            for StepEntry { behind, entry } in entries {
+                seq += behind;
+                if let Some(live) = by_row.get(&seq).and_then(|request| live.get_mut(request)) {
+                    live.meter.give_back(*entry);
+                }
+            }
         }
     }
 
@@ -452,7 +503,7 @@ impl Batch {
                 params![self.step, tenant.0, change.seal(entries)?],
             )?;
         }
-        Ok(())
+        usage::write(change, &self.bills)
     }
 }
 
@@ -501,8 +552,8 @@ impl Change<'_> {
         let body = self.seal(&admission.saved)?;
         self.execute(
             "INSERT INTO requests
-                 (seq, id, tenant, idempotency_key, idempotency_body, bytes, first_step, model_digest, key)
-             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
+                 (seq, id, tenant, idempotency_key, idempotency_body, bytes, first_step, model_digest, key, model, prompt_tokens)
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
             params![
                 seq,
                 admission.request.0,
@@ -513,6 +564,8 @@ impl Change<'_> {
                 step,
                 admission.model_digest,
                 admission.saved.key.unwrap_or(0),
+                admission.saved.model,
+                admission.saved.prompt.len() as i64,
             ],
         )?;
         self.execute("INSERT INTO bodies (request, body) VALUES (?1, ?2)", params![seq, body])?;

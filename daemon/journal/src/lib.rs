@@ -15,11 +15,13 @@ mod fold;
 mod installation;
 mod journal;
 mod key;
+mod ledger;
 mod replay;
 mod retention;
 mod saved;
 mod schema;
 mod snapshot;
+mod usage;
 mod writer;
 
 pub use control::{ControlDb, KeyRow, NewTenant, TenantRow, TenantUpdate};
@@ -28,10 +30,12 @@ pub use fold::Folded;
 pub use installation::{Bound, Installation, Numbers, Strangers};
 pub use journal::{Fsync, JournalDb, Record, Step};
 pub use key::{Digest, NewKey, PREFIX_LENGTH};
+pub use ledger::{UsageBy, UsageQuery, UsageRow};
 pub use replay::{Damage, Kept, Replayed};
 pub use retention::{Expired, Retention};
 pub use saved::{Admission, Entry, Finish, Idempotency, OnLeave, SavedRequest, SavedSampling};
 pub use snapshot::{Snapshot, SnapshotRequest};
+pub use usage::{Bill, LedgerId, Payer, Usage};
 pub use writer::{Durability, JournalWriter, LossReason, Now};
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 use crate::fold::{self, Which};
 use crate::journal::{Commit, Record, Step, rows};
 use crate::saved::{Idempotency, unseal};
+use crate::usage::{self, Outcome};
 use crate::{Admission, DbError, Entry, Finish, JournalDb, SavedError};
 use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
@@ -257,7 +258,9 @@ impl JournalDb {
     /// As for [`append`](Self::append). Nothing has changed.
     pub fn give_up(&mut self, request: RequestId, now_unix: u64) -> Result<(), DbError> {
         let (at, last_step) = (self.usual(), self.last_step());
+        let bills = self.bills_of_live(std::iter::once(request), Outcome::Failed, now_unix);
         self.transact(at, |change| {
+            usage::write(change, &bills)?;
             change.execute(
                 "UPDATE requests SET finished_unix = ?2, last_step = ?3, idempotency_key = NULL, idempotency_body = NULL
                  WHERE id = ?1 AND finished_unix IS NULL",

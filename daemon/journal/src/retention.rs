@@ -4,6 +4,7 @@
 
 use crate::fold::{Which, fold};
 use crate::journal::{Change, rows};
+use crate::usage::{self, Outcome};
 use crate::{DbError, JournalDb};
 use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
@@ -111,18 +112,18 @@ impl JournalDb {
         if victims.is_empty() {
             return Ok(Expired::default());
         }
-        self.delete(&victims, &tenants)?;
+        self.delete(&victims, &tenants, now_unix)?;
         Ok(Expired {
             more: victims.len() == EXPIRE_AT_ONCE,
             requests: victims.into_iter().map(|(_, request)| request).collect(),
         })
     }
 
-    /// Deletes a request, live or not, and every byte of it. Says whether it was there.
+    /// Deletes a request, live or not, and every byte of it. Says whether it was there. What a live one has used is billed.
     ///
     /// # Errors
     /// As for [`append`](Self::append). Nothing has changed.
-    pub fn delete_request(&mut self, request: RequestId) -> Result<bool, DbError> {
+    pub fn delete_request(&mut self, request: RequestId, now_unix: u64) -> Result<bool, DbError> {
         let found = rows(
             &self.db,
             &self.path,
@@ -131,7 +132,7 @@ impl JournalDb {
             |row| Ok((row.get(0)?, TenantId(row.get(1)?))),
         )?;
         let Some(&(seq, tenant)) = found.first() else { return Ok(false) };
-        self.delete(&[(seq, request)], &BTreeSet::from([tenant]))?;
+        self.delete(&[(seq, request)], &BTreeSet::from([tenant]), now_unix)?;
         self.purge().map(|()| true)
     }
 
@@ -140,7 +141,7 @@ impl JournalDb {
     ///
     /// # Errors
     /// As for [`append`](Self::append). Nothing has changed.
-    pub fn delete_ended(&mut self, requests: &[RequestId]) -> Result<(), DbError> {
+    pub fn delete_ended(&mut self, requests: &[RequestId], now_unix: u64) -> Result<(), DbError> {
         let (mut victims, mut tenants) = (Vec::new(), BTreeSet::new());
         for request in requests {
             let query = "SELECT seq, tenant FROM requests WHERE id = ?1 AND finished_unix IS NOT NULL";
@@ -150,15 +151,15 @@ impl JournalDb {
                 tenants.insert(tenant);
             }
         }
-        if victims.is_empty() { Ok(()) } else { self.delete(&victims, &tenants) }
+        if victims.is_empty() { Ok(()) } else { self.delete(&victims, &tenants, now_unix) }
     }
 
-    /// Deletes every request of a tenant, live or not, and every byte of them. Returns which.
+    /// Deletes every request of a tenant, live or not, and every byte of them. Returns which. What live ones have used is billed.
     ///
     /// # Errors
     /// As for [`append`](Self::append). Nothing has changed, unless [`unclean`](Self::unclean) says that only the last bytes are
     /// left to be cleared.
-    pub fn delete_tenant(&mut self, tenant: TenantId) -> Result<Vec<RequestId>, DbError> {
+    pub fn delete_tenant(&mut self, tenant: TenantId, now_unix: u64) -> Result<Vec<RequestId>, DbError> {
         let victims = rows(
             &self.db,
             &self.path,
@@ -166,7 +167,7 @@ impl JournalDb {
             [tenant.0],
             |row| Ok((row.get(0)?, RequestId(row.get(1)?))),
         )?;
-        self.delete(&victims, &BTreeSet::from([tenant]))?;
+        self.delete(&victims, &BTreeSet::from([tenant]), now_unix)?;
         self.purge()?;
         Ok(victims.into_iter().map(|(_, request)| request).collect())
     }
@@ -224,9 +225,17 @@ impl JournalDb {
     }
 
     /// Deletes requests of these tenants, with what of them is not in logs yet.
-    fn delete(&mut self, victims: &[(i64, RequestId)], tenants: &BTreeSet<TenantId>) -> Result<(), DbError> {
+    fn delete(
+        &mut self,
+        victims: &[(i64, RequestId)],
+        tenants: &BTreeSet<TenantId>,
+        now_unix: u64,
+    ) -> Result<(), DbError> {
         let at = self.usual();
+        let gone = victims.iter().map(|(_, request)| *request);
+        let bills = self.bills_of_live(gone, Outcome::Aborted, now_unix);
         let moved = self.transact(at, |change| {
+            usage::write(change, &bills)?;
             for (seq, _) in victims {
                 delete_row(change, *seq)?;
             }

@@ -72,6 +72,40 @@ pub(crate) const CONTROL: Migrations = &["
 ", "
     -- Numbers of removed tenants whose requests the journal may still have.
     CREATE TABLE removed (tenant INTEGER PRIMARY KEY) STRICT;
+", "
+    -- NULL is without a limit.
+    ALTER TABLE tenants ADD COLUMN requests_per_minute INTEGER CHECK (requests_per_minute > 0);
+    ALTER TABLE tenants ADD COLUMN tokens_per_minute INTEGER CHECK (tokens_per_minute > 0);
+    ALTER TABLE tenants ADD COLUMN max_concurrent INTEGER CHECK (max_concurrent > 0);
+    ALTER TABLE tenants ADD COLUMN max_queued_requests INTEGER CHECK (max_queued_requests > 0);
+    ALTER TABLE tenants ADD COLUMN max_queued_tokens INTEGER CHECK (max_queued_tokens > 0);
+", "
+    -- By the hour (seconds since 1970 over 3600) in which requests ended. It names tenants and keys that may be gone; `key` is 0 where
+    -- none was needed.
+    CREATE TABLE usage (
+        tenant INTEGER NOT NULL,
+        hour INTEGER NOT NULL,
+        key INTEGER NOT NULL,
+        model TEXT NOT NULL,
+        requests INTEGER NOT NULL,
+        aborted INTEGER NOT NULL,
+        failed INTEGER NOT NULL,
+        prompt_tokens INTEGER NOT NULL,
+        cached_tokens INTEGER NOT NULL,
+        output_tokens INTEGER NOT NULL,
+        PRIMARY KEY (tenant, hour, key, model)
+    ) STRICT, WITHOUT ROWID;
+    -- Up to which of its bills a journal's are in `usage`.
+    CREATE TABLE billed (
+        journal BLOB NOT NULL PRIMARY KEY CHECK (length(journal) = 16),
+        through INTEGER NOT NULL
+    ) STRICT, WITHOUT ROWID;
+    -- Names of all tenants there were, for the bill of those that are gone.
+    CREATE TABLE names (tenant INTEGER PRIMARY KEY, name TEXT NOT NULL) STRICT;
+    INSERT INTO names (tenant, name) SELECT id, name FROM tenants;
+    CREATE TRIGGER names_stay AFTER INSERT ON tenants BEGIN
+        INSERT INTO names (tenant, name) VALUES (new.id, new.name);
+    END;
 "];
 
 /// journal.db. `requests` is small and changes, `bodies` is large and does not: SQLite writes a changed row anew, whole.
@@ -141,6 +175,28 @@ pub(crate) const JOURNAL: Migrations = &["
         UPDATE installation SET tenant = max(tenant, old.tenant), key = max(key, coalesce(old.key, 0))
         WHERE old.tenant > tenant OR coalesce(old.key, 0) > key;
     END;
+", "
+    -- For its bill, without reading its body. NULL where an older pagedd took it.
+    ALTER TABLE requests ADD COLUMN model TEXT;
+    ALTER TABLE requests ADD COLUMN prompt_tokens INTEGER;
+    -- What requests used that have ended, by transaction and payer (`key` is 0 where there was none), until control.db has it.
+    -- AUTOINCREMENT: no number is given twice, so that what was added up once is not added again.
+    CREATE TABLE bills (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        at_unix INTEGER NOT NULL,
+        tenant INTEGER NOT NULL,
+        key INTEGER NOT NULL,
+        model TEXT NOT NULL,
+        requests INTEGER NOT NULL,
+        aborted INTEGER NOT NULL,
+        failed INTEGER NOT NULL,
+        prompt_tokens INTEGER NOT NULL,
+        cached_tokens INTEGER NOT NULL,
+        output_tokens INTEGER NOT NULL
+    ) STRICT;
+    -- Whose numbers those of bills are: one row.
+    CREATE TABLE ledger (id BLOB NOT NULL CHECK (length(id) = 16)) STRICT;
+    INSERT INTO ledger (id) VALUES (randomblob(16));
 "];
 
 /// Who else may open the file meanwhile.

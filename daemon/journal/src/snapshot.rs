@@ -6,6 +6,7 @@
 use crate::fold::{Which, append_log, fold};
 use crate::journal::{Change, Commit, ENTRY_BYTES};
 use crate::retention::delete_row;
+use crate::usage;
 use crate::{Admission, DbError, Entry, JournalDb};
 use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
@@ -70,10 +71,12 @@ impl JournalDb {
                     params![seq, replays, finished, finished.map(|_| step), bytes, request.cached_tokens],
                 )?;
             }
+            usage::write(change, &self.unbilled)?;
             fail_point!("journal-snapshot", |_| Err(DbError::DiskFull { path: change.path().to_path_buf() }));
             Ok(())
         })?;
         self.committed(Commit::Synced);
+        self.unbilled.clear();
         self.unclean = true;
         self.load()
     }

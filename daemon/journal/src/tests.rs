@@ -1,6 +1,6 @@
 use crate::schema::{CONTROL, CONTROL_DB, JOURNAL, JOURNAL_DB, Kind, Migrations, open};
 use crate::*;
-use pagedd_core::TenantId;
+use pagedd_core::{Quotas, TenantId};
 use proptest::prelude::*;
 use rusqlite::{Connection, OpenFlags};
 use std::collections::BTreeMap;
@@ -31,6 +31,7 @@ fn named(name: &str, port: u16) -> NewTenant {
         auth: true,
         prompt_lookup: None,
         retention_ms: None,
+        quotas: Quotas::default(),
     }
 }
 
@@ -160,6 +161,7 @@ fn an_update_changes_what_it_names_and_nothing_else() {
         suspended: Some(false),
         prompt_lookup: Some(false),
         retention_ms: Some(Some(0)),
+        quotas: None,
     };
     let changed = db.update_tenant(row.id, &update).unwrap();
     let expected = TenantRow {

@@ -174,12 +174,18 @@ impl JournalWriter {
     /// Writes records, or counts them where they cannot be written. When it returns, they may become visible.
     pub fn append(&mut self, batch: &[Record], now: Now) -> Durability {
         match &mut self.state {
-            State::Lost { records, .. } => *records += batch.len() as u64,
+            State::Lost { records, .. } => {
+                *records += batch.len() as u64;
+                self.db.meter(batch, now.unix);
+            }
             State::Durable => match self.db.append(batch, now.unix) {
                 Ok(()) => {
                     self.unsynced_since.get_or_insert(now.instant);
                 }
-                Err(error) => self.lose(&error, batch.len() as u64, now),
+                Err(error) => {
+                    self.db.meter(batch, now.unix);
+                    self.lose(&error, batch.len() as u64, now);
+                }
             },
         }
         self.durability()
@@ -220,8 +226,9 @@ impl JournalWriter {
                 }
                 db.bind(installation, given)?;
             }
-            self.db = db;
+            let stand_in = std::mem::replace(&mut self.db, db);
             self.db.keep_live();
+            self.db.take_meters(stand_in);
             self.absent = None;
         }
         Ok(())
@@ -268,7 +275,7 @@ impl JournalWriter {
         if requests.is_empty() || matches!(self.state, State::Lost { .. }) {
             return;
         }
-        match self.db.delete_ended(requests) {
+        match self.db.delete_ended(requests, now.unix) {
             Ok(()) => {
                 self.unsynced_since.get_or_insert(now.instant);
                 self.unclean_since.get_or_insert(now.instant);

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{END, NOW, admit, finish, replay, step, token};
-use pagedd_core::TenantId;
+use pagedd_core::{Quotas, TenantId};
 use pagedd_journal::checkpoint::{
     Checkpoint, CheckpointError, Contents, Difference, Draft, ModelIdentity, SavedModel, SavedTenant,
     finish_restore, list, named,
@@ -52,6 +52,7 @@ fn state() -> (TempDir, ControlDb, JournalDb) {
             auth: true,
             prompt_lookup: None,
             retention_ms: None,
+            quotas: Quotas::default(),
         };
         control.add_tenant(&new, Some(&NewKey::draw().unwrap()), NOW as i64).unwrap();
     }
@@ -174,6 +175,16 @@ fn verify_names_each_file_that_is_torn_changed_missing_or_too_many() {
     }
 }
 
+#[test]
+fn a_checkpoint_whose_control_db_is_gone_says_that_it_is_missing() {
+    let (_dir, path) = saved();
+    fs::remove_file(path.join("control.db")).unwrap();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    for error in [checkpoint.contents().unwrap_err(), checkpoint.installation_secret().unwrap_err()] {
+        assert_eq!(error.to_string(), format!("{} is missing", path.join("control.db").display()));
+    }
+}
+
 /// Writes a checkpoint whose journal.db is `bytes`, with right digests.
 fn with_journal(bytes: &[u8]) -> Vec<String> {
     let (dir, control, _journal) = state();
@@ -193,7 +204,7 @@ fn a_database_that_is_damaged_foreign_or_of_a_newer_version_is_named_though_its_
     let mut newer = fs::read(path.join("journal.db")).unwrap();
     // `user_version` of SQLite's file format, at offset 60.
     newer[60..64].copy_from_slice(&9_u32.to_be_bytes());
-    assert_eq!(with_journal(&newer), ["journal.db: schema version 3 here, 9 there"]);
+    assert_eq!(with_journal(&newer), ["journal.db: schema version 4 here, 9 there"]);
     let mut torn = fs::read(path.join("journal.db")).unwrap();
     let half = torn.len() / 2;
     torn[half..].fill(0x5a);

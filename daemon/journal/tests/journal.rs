@@ -264,11 +264,11 @@ fn of_a_deleted_tenant_no_byte_stays_in_any_file() {
             db.fold(3).unwrap();
         }
         if n % 10 == 9 {
-            db.delete_request(id(u64::from(n) - 9)).unwrap();
+            db.delete_request(id(u64::from(n) - 9), NOW).unwrap();
         }
     }
     assert!(seen(dir.path(), is_second, all) > 0, "the canaries can be found");
-    let gone = db.delete_tenant(TenantId(2)).unwrap();
+    let gone = db.delete_tenant(TenantId(2), NOW).unwrap();
     assert_eq!(gone.len(), 30);
     assert_eq!(seen(dir.path(), is_second, all), 0);
     assert!(seen(dir.path(), |n| !is_second(n), all) > 0, "the other tenant's are there");
@@ -381,7 +381,7 @@ fn one_damaged_request_is_named_and_the_others_are_there() {
             let said = db.request(id(hurt[0])).unwrap_err();
             assert!(matches!(said, DbError::Damaged { .. }), "{said}");
             for (request, _) in expected {
-                assert!(db.delete_request(request).unwrap());
+                assert!(db.delete_request(request, NOW).unwrap());
             }
             assert_eq!(replay(&db).len(), 4 - hurt.len());
         }
@@ -583,12 +583,12 @@ proptest! {
                 }
                 Act::Purge => db.purge().unwrap(),
                 Act::DeleteTenant(tenant) => {
-                    db.delete_tenant(TenantId(tenant)).unwrap();
+                    db.delete_tenant(TenantId(tenant), now).unwrap();
                     model.requests.retain(|kept| kept.admission.tenant != TenantId(tenant));
                 }
                 Act::Delete(n) => {
                     let there = model.requests.iter().any(|kept| kept.admission.request == id(n));
-                    prop_assert_eq!(db.delete_request(id(n)).unwrap(), there);
+                    prop_assert_eq!(db.delete_request(id(n), now).unwrap(), there);
                     model.requests.retain(|kept| kept.admission.request != id(n));
                 }
                 Act::SetAside(n) => {

@@ -210,6 +210,12 @@ impl Scheduler {
         let size = self.config.block_size.0 as usize;
         let Some(sequence) = self.sequences.get_mut(&row.seq) else { return };
         let end = row.certain().0 as usize + right;
+        let (prompt, request) = (sequence.prompt_len, sequence.request);
+        if (row.start.0 as usize) < prompt
+            && let Some(request) = self.requests.get_mut(&request)
+        {
+            request.prompt_computed = request.prompt_computed.max(Tokens(end.min(prompt) as u32));
+        }
         // What follows a failed row was computed from nothing.
         let failed = matches!(sequence.state, State::Finished(FinishReason::Failed, _));
         // A token drawn after the end was dropped, so that what was computed from it has no name.

@@ -119,9 +119,9 @@ pub struct Finished {
 /// What a request used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Ended {
-    /// Tokens in the prompt.
+    /// Tokens of the prompt that were computed or found in the prefix cache: all of them, unless it ended before.
     pub prompt_tokens: Tokens,
-    /// Of these, found in the prefix cache when the request started; fewer than `prompt_tokens`.
+    /// Of these, found in the prefix cache when the request started; never the whole prompt.
     pub cached_tokens: Tokens,
     /// Emitted tokens of all choices.
     pub output_tokens: Tokens,
@@ -141,5 +141,17 @@ pub(crate) struct Request {
     pub followers: VecDeque<SequenceId>,
     /// Prompt tokens found in the prefix cache when it first started.
     pub cached_tokens: Option<Tokens>,
+    /// Prompt tokens that were computed, or found there; all of them once something was emitted.
+    pub prompt_computed: Tokens,
     pub output_tokens: Tokens,
+}
+
+impl Request {
+    /// What it has used.
+    pub fn used(&self) -> Ended {
+        let prompt = Tokens(self.prompt.len() as u32);
+        let cached = self.cached_tokens.unwrap_or_default();
+        let begun = if self.output_tokens > Tokens::ZERO { prompt } else { self.prompt_computed };
+        Ended { prompt_tokens: begun.max(cached), cached_tokens: cached, output_tokens: self.output_tokens }
+    }
 }

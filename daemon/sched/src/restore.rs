@@ -37,11 +37,7 @@ impl Restored {
         self.choices.resize_with(self.request.n as usize, RestoredChoice::default);
         let chosen = self.choices.get_mut(choice as usize).filter(|chosen| chosen.finished.is_none())?;
         chosen.finished = Some(reason);
-        let ended = self.choices.iter().all(|choice| choice.finished.is_some()).then(|| Ended {
-            prompt_tokens: Tokens(self.request.prompt.len() as u32),
-            cached_tokens: self.cached_tokens.unwrap_or_default(),
-            output_tokens: self.output_tokens(),
-        });
+        let ended = self.choices.iter().all(|choice| choice.finished.is_some()).then(|| self.used());
         Some(Finished { request: self.request.id, tenant: self.request.tenant, choice, reason, ended })
     }
 
@@ -49,6 +45,14 @@ impl Restored {
     #[must_use = "these ends are reported nowhere else"]
     pub fn finish(&mut self, reason: FinishReason) -> Vec<Finished> {
         (0..self.request.n).filter_map(|choice| self.finish_choice(choice, reason)).collect()
+    }
+
+    /// What it has used. Where it has started and emitted nothing, how far it had come was not kept: all of the prompt counts.
+    fn used(&self) -> Ended {
+        let (output_tokens, prompt) = (self.output_tokens(), Tokens(self.request.prompt.len() as u32));
+        let begun = self.cached_tokens.is_some() || output_tokens > Tokens::ZERO;
+        let prompt_tokens = if begun { prompt } else { Tokens::ZERO };
+        Ended { prompt_tokens, cached_tokens: self.cached_tokens.unwrap_or_default(), output_tokens }
     }
 
     /// Of all choices.
@@ -98,6 +102,8 @@ impl Scheduler {
         let ids = self.insert(new.clone(), needed, open.collect(), restored.cached_tokens);
         if let Some(request) = self.requests.get_mut(&new.id) {
             request.output_tokens = restored.output_tokens();
+            // How far an earlier scheduler had come was not kept.
+            request.prompt_computed = restored.used().prompt_tokens;
         }
         if misfit {
             self.put_shares_in_force();

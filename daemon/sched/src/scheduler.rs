@@ -212,6 +212,7 @@ impl Scheduler {
             open: open.clone(),
             followers,
             cached_tokens,
+            prompt_computed: Tokens::ZERO,
             output_tokens: Tokens::ZERO,
         };
         self.requests.insert(new.id, request);
@@ -303,11 +304,7 @@ impl Scheduler {
         if self.misfits.remove(&id) {
             self.put_shares_in_force();
         }
-        Some(Ended {
-            prompt_tokens: Tokens(request.prompt.len() as u32),
-            cached_tokens: request.cached_tokens.unwrap_or_default(),
-            output_tokens: request.output_tokens,
-        })
+        Some(request.used())
     }
 
     /// Where the choice that was to compute the prompt is gone before it did, the next one does.

@@ -6,10 +6,11 @@ use pagedd_config::{
     Amount, FIRST_TENANT_PORT, MAX_RETENTION, Percent, Span, SpanError, TenantName as CheckedName,
 };
 use pagedd_control::{
-    ControlError, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyRevoke, MAX_LABEL, Removed, Secret,
-    TenantAdded, TenantChanges, TenantRemove, TenantShown, TenantSpec,
+    ControlError, DrainState, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyRevoke, MAX_LABEL, MAX_QUOTA,
+    QuotaChanges, QuotaLimit, Removed, Secret, TenantAdded, TenantChanges, TenantRemove, TenantShown,
+    TenantSpec,
 };
-use pagedd_core::{Blocks, TenantId};
+use pagedd_core::{Blocks, Quota, Quotas, TenantId};
 use pagedd_engine::Command as EngineCommand;
 use pagedd_journal::{KeyRow, NewKey, NewTenant, TenantRow, TenantUpdate};
 use pagedd_wire::gateway::Parting;
@@ -46,6 +47,7 @@ impl Daemon {
             auth: !spec.no_auth,
             prompt_lookup: spec.prompt_lookup,
             retention_ms: spec.retention.as_deref().map(retention).transpose()?.flatten(),
+            quotas: quotas(Quotas::default(), spec.quotas)?,
         };
         let (record, key) = self
             .db
@@ -80,7 +82,8 @@ impl Daemon {
         let info = tenant.info(&self.shop);
         self.retain(&tenant.record).await;
         self.tenants.insert(name.clone(), tenant);
-        Ok(TenantAdded { tenant: info, key: key.map(|(key, row)| key_created(&key, row, name)) })
+        let notes = self.drain_note().into_iter().collect();
+        Ok(TenantAdded { tenant: info, key: key.map(|(key, row)| key_created(&key, row, name)), notes })
     }
 
     /// The port asked for, or the next free one.
@@ -116,6 +119,7 @@ impl Daemon {
     ) -> Result<TenantShown, ControlError> {
         let tenant = self.tenant(name)?;
         let changed_retention = changes.retention.as_deref().map(retention).transpose()?;
+        let changed_quotas = quotas(tenant.record.quotas, changes.quotas)?;
         let (before, model) = (tenant.share, tenant.model.clone());
         let share = share_amounts(changes.kv_floor.as_deref(), changes.kv_ceiling.as_deref(), Some(before))?;
         self.check_share(Some(name), &model, share)?;
@@ -133,6 +137,7 @@ impl Daemon {
             suspended: None,
             prompt_lookup,
             retention_ms: changed_retention,
+            quotas: Some(changed_quotas),
         };
         let id = tenant.id();
         let written = self.db.with(move |db| db.update_tenant(id, &update)).await;
@@ -153,7 +158,26 @@ impl Daemon {
         if changed_retention.is_some() {
             self.retain(&self.tenant(name)?.record).await;
         }
-        self.shown(name)
+        let tenant = self.tenant(name)?;
+        self.shop.accounts.of(tenant.id()).set(changed_quotas);
+        let keyless = tenant.record.auth && tenant.keys.iter().all(|key| key.revoked_unix.is_some());
+        let note = keyless.then(|| {
+            format!("nobody has a key: every request is refused with 401 until `pagedctl key create {name}` makes one")
+        });
+        Ok(TenantShown { notes: note.into_iter().collect(), ..self.shown(name)? })
+    }
+
+    /// What the operator of a new tenant should know of a daemon that admits nothing.
+    fn drain_note(&self) -> Option<String> {
+        match self.drain {
+            DrainState::Admitting => None,
+            DrainState::Draining { .. } => {
+                Some("the daemon is being drained: no request is taken before `pagedctl undrain`".to_owned())
+            }
+            DrainState::Stopping { .. } => {
+                Some("the daemon goes down: requests are taken after its next start".to_owned())
+            }
+        }
     }
 
     /// Has journal and hub keep a tenant's requests for as long as they are to.
@@ -346,6 +370,36 @@ fn retention(text: &str) -> Result<Option<u64>, ControlError> {
         return Err(refused(format!("{span} is more than {}", Span(MAX_RETENTION))));
     }
     Ok(Some(span.0.as_millis() as u64))
+}
+
+/// Quotas as they are after a change.
+fn quotas(mut quotas: Quotas, changes: QuotaChanges) -> Result<Quotas, ControlError> {
+    let QuotaChanges {
+        requests_per_minute,
+        tokens_per_minute,
+        max_concurrent,
+        max_queued_requests,
+        max_queued_tokens,
+    } = changes;
+    for (quota, change) in [
+        (Quota::RequestsPerMinute, requests_per_minute),
+        (Quota::TokensPerMinute, tokens_per_minute),
+        (Quota::MaxConcurrent, max_concurrent),
+        (Quota::MaxQueuedRequests, max_queued_requests),
+        (Quota::MaxQueuedTokens, max_queued_tokens),
+    ] {
+        match change {
+            None => {}
+            Some(QuotaLimit::None) => quotas.set(quota, None),
+            Some(QuotaLimit::At(limit)) if (1..=MAX_QUOTA).contains(&limit) => quotas.set(quota, Some(limit)),
+            Some(QuotaLimit::At(limit)) => {
+                let message = format!("{quota} is {limit}, it must be from 1 to {MAX_QUOTA}");
+                return Err(ControlError::new(ErrorCode::InvalidQuota, message)
+                    .remedy("to take no requests at all, use `pagedctl tenant suspend`"));
+            }
+        }
+    }
+    Ok(quotas)
 }
 
 /// Amounts as given, `before` where nothing is given, and everything where there is no before.

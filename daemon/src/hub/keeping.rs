@@ -19,6 +19,8 @@ pub struct Load {
     pub requests: u32,
     /// Requests that are read, and have not ended or not been sent to their end.
     pub streams: u32,
+    /// Requests that their models have no room for as they are now.
+    pub too_large: u32,
 }
 
 impl Hub {
@@ -43,7 +45,9 @@ impl Hub {
     pub(super) fn load(&self) -> Load {
         let mut load = Load::default();
         for log in self.logs.values() {
-            let goes_on = !matches!(log.place, Place::Held) && !self.unserved.contains_key(&log.model);
+            let held = matches!(log.place, Place::Held);
+            let goes_on = !held && !self.unserved.contains_key(&log.model);
+            load.too_large += u32::from(held && log.ended.is_none());
             let live = log.ended.is_none() && goes_on;
             let read = match log.reader {
                 Reader::Attached { sent, .. } => live || (log.ended.is_some() && sent < log.entries.len()),

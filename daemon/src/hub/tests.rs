@@ -6,9 +6,10 @@ use pagedd_core::{SamplingParams, TokenId, Tokens};
 use pagedd_engine::{Inbox, inbox};
 use pagedd_journal::LossReason;
 use pagedd_sched::{Emitted, Ended, Finished};
-use pagedd_wire::gateway::Finish;
+use pagedd_wire::gateway::{Finish, Rates};
 
 use super::*;
+use crate::quota::Cost;
 
 mod keeping;
 
@@ -30,8 +31,10 @@ fn bench() -> Bench {
     let (asked, lookups) = mpsc::channel(4);
     let (inbox, told) = mpsc::channel(16);
     let durability = watch::Sender::new(Durability::Durable);
-    let recorder = Recorder { inbox, lookups: asked, durability: durability.subscribe() };
-    Bench { hub: Hub::new(limits, vec![handle], &recorder), engine, lookups, durability, told }
+    let recorder =
+        Recorder { inbox, lookups: asked, durability: durability.subscribe(), billed: Arc::default() };
+    let hub = Hub::new(limits, vec![handle], &recorder, Accounts::default());
+    Bench { hub, engine, lookups, durability, told }
 }
 
 /// A request of 3 prompt tokens.
@@ -57,8 +60,9 @@ fn admitted(connection: u64) -> Message {
 }
 
 fn admitted_as(connection: u64, admission: Admission) -> Message {
-    let connection = ConnectionId(connection);
-    Message::Admitted { admission: Arc::new(admission), model: ModelId(0), connection, number: 5 }
+    let (connection, admission) = (ConnectionId(connection), Arc::new(admission));
+    let grant = Accounts::default().of(admission.tenant).admit(Cost { prompt: 3, output: 10 }).unwrap();
+    Message::Admitted { admission, model: ModelId(0), connection, number: 5, spending: grant.accepted() }
 }
 
 fn resumable(request: RequestId) -> Admission {
@@ -151,7 +155,10 @@ fn tokens_reach_a_gateway_only_after_it_attached_and_from_its_cursor_on() {
     let mut frames = bench.up(TENANT, 1, 100);
     bench.hub.handle(admitted(1));
     bench.tokens([10, 11, 12]);
-    assert_eq!(frames.try_recv(), Ok(ToGateway::Accepted { ticket: 5, request: REQUEST.0, repeated: false }));
+    assert_eq!(
+        frames.try_recv(),
+        Ok(ToGateway::Accepted { ticket: 5, request: REQUEST.0, repeated: false, rates: Rates::default() })
+    );
     assert!(frames.try_recv().is_err(), "nothing before it attaches");
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 1));
     bench.hub.flush();

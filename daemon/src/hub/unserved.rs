@@ -52,8 +52,9 @@ fn ends(request: RequestId, log: &Log, reason: FinishReason) -> Vec<Finished> {
     };
     let open: Vec<u32> = (0..log.admission.saved.n).filter(|choice| !finished(*choice)).collect();
     let tokens = log.entries.iter().filter(|entry| matches!(entry, Entry::Token { .. })).count() as u32;
+    let begun = tokens > 0 || log.cached_tokens.is_some();
     let ended = Ended {
-        prompt_tokens: Tokens(log.prompt_tokens),
+        prompt_tokens: Tokens(if begun { log.prompt_tokens } else { 0 }),
         cached_tokens: Tokens(log.cached_tokens.unwrap_or_default()),
         output_tokens: Tokens(tokens),
     };

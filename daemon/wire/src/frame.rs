@@ -217,7 +217,7 @@ mod tests {
             buffer.push(&encode(&submit).unwrap());
             prop_assert_eq!(buffer.next_frame().unwrap(), Some(submit));
             for answer in [
-                ToGateway::Accepted { ticket, request: id, repeated },
+                ToGateway::Accepted { ticket, request: id, repeated, rates: Rates::default() },
                 ToGateway::Refused { ticket, refusal: Refusal::IdempotencyConflict },
             ] {
                 buffer.push(&encode(&answer).unwrap());

@@ -129,6 +129,8 @@ pub enum ToGateway {
         request: RequestId,
         /// Nothing was admitted: this is the request that the same [`Idempotency`] made before. It may run still, or have ended.
         repeated: bool,
+        /// How the tenant's quotas stand, this request included.
+        rates: Rates,
     },
     /// Not admitted; nothing was kept.
     Refused {
@@ -153,6 +155,8 @@ pub enum ToGateway {
         n: u32,
         /// Entries that its log has at this moment; those from the attachment's start on follow at once.
         entries: u64,
+        /// It does not run: its model has no room for it as it is set up now.
+        held: bool,
     },
     /// No such request of this tenant (any more).
     NotFound {
@@ -231,8 +235,10 @@ pub enum Closed {
     Draining,
     /// The model is still loading.
     Loading,
-    /// The model could not be loaded, or its worker died too often.
-    Failed(String),
+    /// The model could not be loaded, or its worker died too often. Why is not told here: it names what is the operator's alone.
+    Failed,
+    /// The tenant's share does not fit the model's pool any more.
+    Misfit,
 }
 
 /// A bearer key, by digest.
@@ -279,6 +285,30 @@ pub enum Refusal {
         /// Seconds after which to try again, from the measured drain rate.
         retry_after: u32,
     },
+    /// 429: a quota of the tenant's is used up.
+    OverQuota {
+        /// Its name.
+        quota: String,
+        /// How much it is.
+        limit: u64,
+        /// How much of it is taken.
+        used: u64,
+        /// How much the request asks for.
+        asked: u64,
+        /// When the request would be admitted, in milliseconds.
+        retry_after_ms: u64,
+        /// How the tenant's quotas stand.
+        rates: Rates,
+    },
+    /// 400: the request alone is more than a quota of the tenant's.
+    BeyondQuota {
+        /// Its name.
+        quota: String,
+        /// How much it is.
+        limit: u64,
+        /// How much the request asks for.
+        asked: u64,
+    },
     /// 503.
     Closed(Closed),
     /// 422: the same [`Idempotency::key`] came with another [`Idempotency::body`] before.
@@ -293,6 +323,26 @@ pub enum Refusal {
         /// Seconds after which to try again.
         retry_after: u32,
     },
+}
+
+/// How a tenant's quotas by the minute stand; `None` is without a limit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Rates {
+    /// Of requests.
+    pub requests: Option<Rate>,
+    /// Of tokens.
+    pub tokens: Option<Rate>,
+}
+
+/// How one quota by the minute stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Rate {
+    /// The quota.
+    pub limit: u64,
+    /// What is left of it.
+    pub remaining: u64,
+    /// Milliseconds until all of it is there again.
+    pub reset_ms: u64,
 }
 
 /// New entries of one request: `[from, from + entries.len())` of its log.

@@ -17,6 +17,7 @@ fn attached() -> ToGateway {
         created: 0,
         n: 1,
         entries: 0,
+        held: false,
     }
 }
 
@@ -45,7 +46,7 @@ fn detach(done: bool) -> ToDaemon {
 async fn a_client_that_leaves_after_the_shutdown_cancels_nothing() {
     let link = Link::new();
     let (ticket, answer) = submitted(&link);
-    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false });
+    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false, rates: Rates::default() });
     link.obey(attached());
     let Taken { reader, repeated } = answer.await.unwrap().unwrap();
     assert!(!repeated);
@@ -54,7 +55,7 @@ async fn a_client_that_leaves_after_the_shutdown_cancels_nothing() {
     // Neither does one that left before its request was accepted.
     let (ticket, answer) = submitted(&link);
     drop(answer);
-    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false });
+    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false, rates: Rates::default() });
     assert_eq!(told(&link).await, [attach(), attach()]);
 }
 
@@ -63,14 +64,14 @@ async fn a_request_that_was_repeated_is_not_cancelled_with_who_never_saw_it() {
     let link = Link::new();
     let (ticket, answer) = submitted(&link);
     drop(answer);
-    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: true });
+    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: true, rates: Rates::default() });
     assert_eq!(told(&link).await, [attach(), detach(false)]);
-    link.obey(ToGateway::Accepted { ticket: 99, request: REQUEST, repeated: true });
+    link.obey(ToGateway::Accepted { ticket: 99, request: REQUEST, repeated: true, rates: Rates::default() });
     assert_eq!(told(&link).await, []);
     // The first one is.
     let (ticket, answer) = submitted(&link);
     drop(answer);
-    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false });
+    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false, rates: Rates::default() });
     assert_eq!(told(&link).await, [attach(), ToDaemon::Cancel { request: REQUEST }, detach(true)]);
 }
 
@@ -78,10 +79,10 @@ async fn a_request_that_was_repeated_is_not_cancelled_with_who_never_saw_it() {
 async fn of_two_that_wait_for_a_request_the_last_to_leave_cancels_it() {
     let link = Link::new();
     let (ticket, answer) = submitted(&link);
-    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false });
+    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false, rates: Rates::default() });
     let first = answer.await.unwrap().unwrap();
     let (ticket, answer) = submitted(&link);
-    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: true });
+    link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: true, rates: Rates::default() });
     let mut second = answer.await.unwrap().unwrap();
     second.reader.own(false);
     drop(first);

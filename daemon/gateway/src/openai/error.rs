@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use bytes::Bytes;
-use pagedd_wire::gateway::{Closed, Parting, Refusal};
+use pagedd_wire::gateway::{Closed, Parting, Rates, Refusal};
 use serde::Serialize;
 
 use super::detached::Detached;
@@ -25,8 +25,26 @@ pub struct ApiError {
     pub retry_after: Option<u32>,
     /// Methods that the path takes, for 405.
     pub allow: Option<&'static str>,
+    /// What few answers say beside.
+    pub beside: Option<Box<Beside>>,
+}
+
+/// What few answers say beside.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Beside {
     /// Where the answer will be, for a request that goes on.
-    pub detached: Option<Box<Detached>>,
+    Detached(Detached),
+    /// When it would be admitted, to the millisecond.
+    Over(Over),
+}
+
+/// A quota is used up.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Over {
+    /// When the request would be admitted, in milliseconds.
+    pub retry_after_ms: u64,
+    /// How the tenant's quotas stand.
+    pub rates: Rates,
 }
 
 /// The error object as it travels.
@@ -53,7 +71,7 @@ impl ApiError {
     fn new(status: u16, kind: &'static str, code: &'static str, message: impl Into<String>) -> Self {
         let message = message.into();
         let (param, code) = (None, Some(code));
-        Self { status, message, kind, param, code, retry_after: None, allow: None, detached: None }
+        Self { status, message, kind, param, code, retry_after: None, allow: None, beside: None }
     }
 
     /// 400 about one field.
@@ -218,8 +236,26 @@ impl ApiError {
     /// 503: this process ends, and the request goes on.
     pub fn detached(detached: Detached) -> Self {
         let message = detached.message().to_owned();
-        let detached = Some(Box::new(detached));
-        Self { detached, ..Self::unavailable("shutting_down", message, 1) }
+        let beside = Some(Box::new(Beside::Detached(detached)));
+        Self { beside, ..Self::unavailable("shutting_down", message, 1) }
+    }
+
+    /// 503: an accepted request waits for another start.
+    pub fn held() -> Self {
+        let message = "the request waits: as the server is set up now it has no room for a request of this size; it goes on once its operator \
+                       has made room, or can be cancelled";
+        Self::new(503, SERVER, "waits_for_room", message)
+    }
+
+    /// 429: a quota of the tenant's is used up.
+    fn over_quota(quota: &str, message: String, over: Over) -> Self {
+        let kind = if quota.contains("tokens") { "tokens" } else { "requests" };
+        let retry_after = u32::try_from(over.retry_after_ms.div_ceil(1000)).unwrap_or(u32::MAX).max(1);
+        Self {
+            retry_after: Some(retry_after),
+            beside: Some(Box::new(Beside::Over(over))),
+            ..Self::new(429, kind, "rate_limit_exceeded", message)
+        }
     }
 
     /// 503: the tenant takes no requests.
@@ -234,9 +270,16 @@ impl ApiError {
                 Self::unavailable("draining", message, 5)
             }
             Closed::Loading => Self::unavailable("loading", "the model is loading; try again shortly", 2),
-            Closed::Failed(why) => {
-                Self::unavailable("model_failed", format!("the model cannot be served: {why}"), 30)
-            }
+            Closed::Failed => Self::unavailable(
+                "model_failed",
+                "the model could not be loaded; the operator's log says why",
+                30,
+            ),
+            Closed::Misfit => Self::unavailable(
+                "tenant_failed",
+                "this tenant cannot be served as it is set up; the operator's log says why",
+                30,
+            ),
         }
     }
 
@@ -269,6 +312,20 @@ impl ApiError {
                     },
                 )
             },
+            Refusal::OverQuota { quota, limit, used, asked, retry_after_ms, rates } => {
+                let seconds = retry_after_ms.div_ceil(1000).max(1);
+                let message = format!(
+                    "the quota {quota} of this tenant is {limit}, {used} are taken and the request asks for {asked}; try again in {seconds} s"
+                );
+                Self::over_quota(&quota, message, Over { retry_after_ms, rates })
+            }
+            Refusal::BeyondQuota { quota, limit, asked } => {
+                let message = format!(
+                    "the request asks for {asked} and the quota {quota} of this tenant is {limit}, so that it can never be taken: shorten \
+                     the prompt, or lower max_tokens or n"
+                );
+                Self::field(prompt_param, "exceeds_quota", message)
+            }
             Refusal::Closed(closed) => Self::closed(&closed),
             Refusal::IdempotencyConflict => Self::idempotency_conflict(),
             Refusal::IdempotencyBusy { retry_after } => Self::idempotency_busy(retry_after.max(1)),
@@ -283,7 +340,11 @@ impl ApiError {
     /// The error object, as a body.
     #[must_use]
     pub fn to_json(&self) -> Bytes {
-        json(&Wire { error: self.object(), detached: self.detached.as_deref() })
+        let detached = match self.beside.as_deref() {
+            Some(Beside::Detached(detached)) => Some(detached),
+            Some(Beside::Over(_)) | None => None,
+        };
+        json(&Wire { error: self.object(), detached })
     }
 
     /// The error object, as a part of another.

@@ -18,7 +18,7 @@ use pagedd_gateway::serve::Gateway;
 use pagedd_gateway::text::Text;
 use pagedd_model::testing::{TinyModel, gguf_writer};
 use pagedd_wire::gateway::{
-    Answer, Closed, Delivery, Entry, Finish, KeyEntry, Query, Refusal, Request, RequestId, ToDaemon,
+    Answer, Closed, Delivery, Entry, Finish, KeyEntry, Query, Rates, Refusal, Request, RequestId, ToDaemon,
     ToGateway, Welcome,
 };
 use pagedd_wire::{FrameBuffer, PROTOCOL, encode};
@@ -205,6 +205,7 @@ impl Daemon {
                         created: 1_700_000_001,
                         n: log.request.n,
                         entries: there as u64,
+                        held: false,
                     };
                     state.sent.insert(*request, *from as usize);
                     Self::write(state, &attached);
@@ -245,7 +246,7 @@ impl Daemon {
             request.idempotency.and_then(|sent| state.keys.get(&sent.key).map(|known| (sent, *known)));
         if let Some((sent, (body, id))) = before {
             return Some(if sent.body == body {
-                ToGateway::Accepted { ticket, request: id, repeated: true }
+                ToGateway::Accepted { ticket, request: id, repeated: true, rates: Rates::default() }
             } else {
                 ToGateway::Refused { ticket, refusal: Refusal::IdempotencyConflict }
             });
@@ -258,7 +259,7 @@ impl Daemon {
                     state.keys.insert(sent.key, (sent.body, id));
                 }
                 state.logs.insert(id, FakeLog { request: request.clone(), entries, cancelled: false });
-                Some(ToGateway::Accepted { ticket, request: id, repeated: false })
+                Some(ToGateway::Accepted { ticket, request: id, repeated: false, rates: Rates::default() })
             }
             Script::Refuse(refusal) => Some(ToGateway::Refused { ticket, refusal }),
             Script::Silence => None,

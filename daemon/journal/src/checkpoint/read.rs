@@ -5,7 +5,7 @@
 use super::{CHECKPOINTS, CONTROL, CheckpointError, JOURNAL, MANIFEST, Manifest, SavedFile, hex, is_plain};
 use crate::schema::{self, CONTROL_DB, JOURNAL_DB};
 use crate::{DbError, Entry, JournalDb};
-use rusqlite::Row;
+use rusqlite::{Connection, Row};
 use sha2::{Digest as _, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -210,13 +210,22 @@ impl Checkpoint {
         problems
     }
 
+    /// A database of it, and its path.
+    fn database(&self, name: &str, kind: schema::Kind) -> Result<(Connection, PathBuf), DbError> {
+        let path = self.file(name);
+        // SQLite says of a file that is not there that it cannot be opened, as of one that may not be.
+        match fs::metadata(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(DbError::Missing { path }),
+            Ok(_) | Err(_) => Ok((schema::open_saved(&path, kind)?, path)),
+        }
+    }
+
     /// The secret of the installation that it was made in.
     ///
     /// # Errors
     /// control.db is damaged.
     pub fn installation_secret(&self) -> Result<[u8; 32], DbError> {
-        let path = self.file(CONTROL);
-        let db = schema::open_saved(&path, CONTROL_DB)?;
+        let (db, path) = self.database(CONTROL, CONTROL_DB)?;
         let query = "SELECT value FROM meta WHERE key = 'installation_secret'";
         db.query_row(query, [], |row| row.get(0)).map_err(|error| DbError::sql(&path, error))
     }
@@ -226,8 +235,7 @@ impl Checkpoint {
     /// # Errors
     /// control.db is damaged.
     pub fn ports(&self) -> Result<Vec<SavedPort>, DbError> {
-        let path = self.file(CONTROL);
-        let db = schema::open_saved(&path, CONTROL_DB)?;
+        let (db, path) = self.database(CONTROL, CONTROL_DB)?;
         let query = "SELECT name, model, port FROM tenants ORDER BY name";
         let port =
             |row: &Row<'_>| Ok(SavedPort { tenant: row.get(0)?, model: row.get(1)?, port: row.get(2)? });
@@ -239,8 +247,8 @@ impl Checkpoint {
     /// # Errors
     /// One is damaged.
     pub fn contents(&self) -> Result<Contents, DbError> {
-        let path = self.file(CONTROL);
-        let db = schema::open_saved(&path, CONTROL_DB)?;
+        let (db, path) = self.database(CONTROL, CONTROL_DB)?;
+        let (journal, journal_path) = self.database(JOURNAL, JOURNAL_DB)?;
         let query = "SELECT id, name, model,
                          (SELECT count(*) FROM keys WHERE tenant = tenants.id AND revoked_unix IS NULL)
                      FROM tenants";
@@ -249,7 +257,7 @@ impl Checkpoint {
             .map(|tenant| (tenant.id, tenant))
             .collect();
         let mut damaged_requests = 0;
-        JournalDb::open_saved(&self.file(JOURNAL))?.replay(|found| match found {
+        JournalDb::over_saved(journal, journal_path).replay(|found| match found {
             Ok(kept) => {
                 let Some(tenant) = tenants.get_mut(&kept.admission.tenant.0) else { return };
                 if kept.finished_unix.is_some() {

@@ -1,7 +1,7 @@
 use super::*;
 use crate::schema::{JOURNAL, JOURNAL_DB, Kind, open};
 use crate::*;
-use pagedd_core::SamplingParams;
+use pagedd_core::{Quotas, SamplingParams};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -62,6 +62,7 @@ fn named(name: &str, port: u16) -> NewTenant {
         auth: true,
         prompt_lookup: None,
         retention_ms: None,
+        quotas: Quotas::default(),
     }
 }
 
@@ -144,7 +145,7 @@ fn numbers_stay_known_when_nothing_is_left_of_whom_they_named() {
     db.bind(Installation([1; 16]), Numbers { tenant: 3, key: 7 }).unwrap();
     db.append(&[admit(1, 4, Some(9)), end(1), admit(2, 5, None), admit(3, 6, Some(8))], NOW).unwrap();
     assert_eq!(db.expire(NOW + 10, &keep(10)).unwrap().requests, [id(1)]);
-    db.delete_tenant(TenantId(6)).unwrap();
+    db.delete_tenant(TenantId(6), NOW).unwrap();
     db.restore(&Snapshot { requests: Vec::new() }).unwrap();
     assert_eq!(db.tenant_of(id(2)).unwrap(), None);
     drop(db);
