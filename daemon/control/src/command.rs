@@ -57,7 +57,7 @@ pub enum Command {
 
 impl Command {
     /// Every command's name on the wire, for audit lines and metrics' closed label set.
-    pub const NAMES: [&'static str; 16] = [
+    pub const NAMES: [&'static str; 17] = [
         "tenant_add",
         "tenant_set",
         "tenant_remove",
