@@ -92,7 +92,8 @@ impl Daemon {
     }
 }
 
-fn stopping() -> ControlError {
+/// What an order is answered that comes too late.
+pub fn stopping() -> ControlError {
     ControlError::new(ErrorCode::Busy, "the daemon is going down")
 }
 

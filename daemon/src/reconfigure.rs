@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pagedd_config::{Config, Gateway, Log, LogLevel, Model as Settings};
-use pagedd_control::{ControlError, ErrorCode, ReloadInfo, ReloadOutcome};
+use pagedd_control::{ControlError, DrainState, ErrorCode, ReloadInfo, ReloadOutcome};
 use pagedd_engine::Command;
 use pagedd_host::notify;
 use tokio::sync::mpsc;
@@ -17,6 +17,7 @@ use tokio::task::spawn_blocking;
 use tracing::{error, info, warn};
 
 use crate::daemon::{Daemon, Event};
+use crate::drain;
 use crate::gateway::GatewayLimits;
 use crate::hub::Limits;
 use crate::model::{Live, Model};
@@ -78,8 +79,11 @@ impl Daemon {
     /// Reads the configuration again and puts in force what can be.
     ///
     /// # Errors
-    /// The file does not hold. Nothing has changed.
+    /// The file does not hold, or the daemon goes down. Nothing has changed.
     pub async fn reload(&mut self) -> Result<ReloadInfo, ControlError> {
+        if let DrainState::Stopping { .. } = self.drain {
+            return Err(drain::stopping());
+        }
         tell_manager(notify::reloading());
         let configuration = self.configuration.clone();
         let read = spawn_blocking(move || (configuration.read)()).await;

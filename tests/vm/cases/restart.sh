@@ -5,7 +5,7 @@
 # needs: programs tiny
 . /run/payload/lib.sh
 . "$payload/tools/install_programs.sh"
-configure tiny "  kv_memory: 8192 tokens" "  threads: 1" "log: {level: warn}"
+configure tiny " kv_memory: 8192 tokens" " threads: 1" "log: {level: warn}"
 systemctl start pagedd
 within 20 models_ready
 add_tenant acme --model tiny

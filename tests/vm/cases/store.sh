@@ -26,7 +26,7 @@ equal "stored" 1000 "$(systemctl show -P NFileDescriptorStore keeps)"
 systemctl stop keeps
 
 say "ports and arenas of pagedd"
-configure tiny "  kv_memory: 4096 tokens" "  threads: 1"
+configure tiny " kv_memory: 4096 tokens" " threads: 1"
 systemctl start pagedd
 within 20 models_ready
 stored() { systemctl show -P NFileDescriptorStore pagedd.service; }

@@ -5,9 +5,23 @@
 # needs: programs tiny
 . /run/payload/lib.sh
 . "$payload/tools/install_programs.sh"
-configure tiny "  kv_memory: 4096 tokens" "  threads: 1"
+configure tiny " kv_memory: 4096 tokens" " threads: 1"
 shown() { systemctl show -P "$1" pagedd.service; }
 says() { shown StatusText | grep -qF "$1"; }
+
+say "with a bad configuration a command says so soon, and starts nothing for ever"
+good=$(cat /etc/pagedd/pagedd.yaml)
+echo "retentoin: 1m" > /etc/pagedd/pagedd.yaml
+systemctl start pagedd.socket
+if pagedctl status; then die "it answers without a configuration"; fi
+failed() { [ "$(systemctl is-active pagedd.service)" = failed ]; }
+within 10 failed
+starts=$(journalctl -u pagedd --no-pager | grep -c "Starting pagedd")
+[ "$starts" -le 3 ] || die "$starts starts for one command"
+journalctl -u pagedd --no-pager | grep -F "pagedd.yaml:1:1: " | head -n 1
+systemctl stop pagedd.socket
+systemctl reset-failed
+printf '%s\n' "$good" > /etc/pagedd/pagedd.yaml
 
 say "the first command starts the daemon"
 systemctl start pagedd.socket
@@ -26,7 +40,7 @@ within 10 says "serving 1 tenant on 1 model"
 pid=$(shown MainPID)
 
 say "a reload takes effect, and a bad file does not"
-configure tiny "  kv_memory: 4096 tokens" "  threads: 1" "retention: 3m" "listen: 127.0.0.2"
+configure tiny " kv_memory: 4096 tokens" " threads: 1" "retention: 3m" "listen: 127.0.0.2"
 systemctl reload pagedd
 equal "retention" 3m "$(pagedctl --json status | field 'v["tenants"][0]["retention"]')"
 within 10 says "at the next restart: listen"
@@ -36,7 +50,7 @@ within 10 says "configuration refused: /etc/pagedd/pagedd.yaml:1:1:"
 equal "state" active "$(systemctl is-active pagedd.service)"
 equal "retention" 3m "$(pagedctl --json status | field 'v["tenants"][0]["retention"]')"
 pagedctl status | grep -F "the one before in force"
-configure tiny "  kv_memory: 4096 tokens" "  threads: 1"
+configure tiny " kv_memory: 4096 tokens" " threads: 1"
 kill -HUP "$pid"
 within 10 says "serving 1 tenant on 1 model"
 reloaded() { [ "$(pagedctl --json status | field 'v["tenants"][0]["retention"]')" = 10m ]; }

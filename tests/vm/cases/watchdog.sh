@@ -6,7 +6,7 @@
 . /run/payload/lib.sh
 . "$payload/tools/install_programs.sh"
 watchdog=4
-configure tiny "  kv_memory: 4096 tokens" "  threads: 1"
+configure tiny " kv_memory: 4096 tokens" " threads: 1"
 mkdir -p /etc/systemd/system/pagedd.service.d
 drop_in() { printf '[Service]\nWatchdogSec=%s\nTimeoutStartSec=3\n%s\n' "$watchdog" "$1" > /etc/systemd/system/pagedd.service.d/test.conf; systemctl daemon-reload; }
 shown() { systemctl show -P "$1" pagedd.service; }

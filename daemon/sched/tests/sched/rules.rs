@@ -1,7 +1,7 @@
 //! Promises that a scenario would not show.
 
 use pagedd_core::{Blocks, FinishReason, StepCost, TenantId};
-use pagedd_sched::{AdmitError, Input, NewRequest, StepOutput};
+use pagedd_sched::{AdmitError, Input, NewRequest, StepOutput, Tuning};
 
 use crate::bench::{Bench, config, id, request, share};
 
@@ -238,4 +238,30 @@ fn a_removed_tenants_requests_end_and_its_blocks_are_free_for_others() {
     let stats = bench.scheduler.stats();
     assert_eq!(stats.tenants.len(), 1);
     assert_eq!(stats.pool.free + stats.pool.cached, Blocks(8));
+}
+
+#[test]
+fn a_queue_that_is_tuned_takes_more_or_less_from_then_on_and_keeps_what_it_has() {
+    let mut config = config(32, 4);
+    (config.max_queued_requests, config.max_num_seqs) = (1, 1);
+    let mut bench = Bench::new(config, 1).tenant(0, 0, 32);
+    let tuning = |max_queued_requests| Tuning {
+        max_queued_requests,
+        itl_target_us: Some(7),
+        prompt_lookup: false,
+    };
+    bench.admit(request(1, 0, 6, 4)).unwrap();
+    bench.step();
+    bench.admit(request(2, 0, 6, 4)).unwrap();
+    let full = |waiting| Err(AdmitError::QueueFull { waiting });
+    assert_eq!(bench.admit(request(3, 0, 6, 4)), full(1));
+    bench.scheduler.tune(tuning(2));
+    assert_eq!(bench.admit(request(3, 0, 6, 4)), Ok(()));
+    bench.scheduler.tune(tuning(1));
+    assert_eq!(bench.admit(request(4, 0, 6, 4)), full(2));
+    bench.finish();
+    let order: Vec<_> = bench.finished.iter().map(|end| end.request).collect();
+    assert_eq!(order, [1, 2, 3].map(id));
+    let config = bench.scheduler.config();
+    assert_eq!((config.itl_target_us, config.prompt_lookup), (Some(7), false));
 }
