@@ -21,7 +21,7 @@ use pagedd_wire::{Channel, ChannelError, FrameBuffer, PROTOCOL, Sampling, encode
 /// The victim's, and what the attacker sends too.
 const MADE: Idempotency = Idempotency { key: [7; 32], body: [8; 32] };
 /// Longer than all tries take.
-const LONG: u32 = 15_000;
+const LONG: u32 = 10_000;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn main() {
@@ -185,6 +185,7 @@ fn victim(mut link: Link) {
                     }
                 }
             }
+            ToGateway::Refused { refusal, .. } => panic!("{refusal:?}"),
             _ => {}
         }
     }

@@ -98,6 +98,8 @@ fn conditional() -> Vec<(libc::c_long, Vec<Argument>)> {
         (libc::SYS_shutdown, vec![(1, Eq, number(libc::SHUT_WR))]),
         (libc::SYS_setsockopt, vec![(1, Eq, number(libc::IPPROTO_TCP)), (2, Eq, number(libc::TCP_NODELAY))]),
         (libc::SYS_getsockopt, vec![(1, Eq, number(libc::SOL_SOCKET)), (2, Eq, number(libc::SO_ERROR))]),
+        // Two ends of its own, by which the runtime wakes itself; there is no way to send an fd through them, nor to connect them elsewhere.
+        (libc::SYS_socketpair, vec![(0, Eq, number(libc::AF_UNIX))]),
         (libc::SYS_ioctl, vec![(1, Eq, libc::FIONBIO)]),
         // Its own limits.
         (libc::SYS_prlimit64, vec![(0, Eq, 0)]),
