@@ -31,6 +31,7 @@ target=${CARGO_TARGET_DIR:-$root/target}
   rm -rf "$pages"
   cargo run --locked --quiet --package pagedctl --example pages -- "$pages"
   cargo run --locked --quiet --package pagedd --example pages -- "$pages"
+  gzip -9 --no-name "$pages"/*.[158]
   python3 scripts/third_party.py "$pages/third-party.txt.gz"
   made=$("$deb" deb --locked --no-build --strip --quiet --package pagedd --output "$target/debian/" | tail -n 1)
   python3 scripts/deb_check.py "$made"

@@ -36,7 +36,7 @@ def faults(package):
         if name.endswith("/") or not name:
             continue
         modes[name] = mode
-        if owner != "root/root":
+        if owner not in ["root/root", "0/0"]:
             yield f"{name} is {owner}'s, not root's"
     for name in FILES:
         if name not in modes:

@@ -4,8 +4,8 @@ set -Eeuo pipefail
 payload=/run/payload
 
 say() { printf '== %s\n' "$*"; }
-die() { printf 'FAILED: %s\n' "$*"; exit 1; }
-trap 'code=$?; printf "FAILED: line %s: %s (exit code %s)\n" "$LINENO" "$BASH_COMMAND" "$code"' ERR
+die() { printf "FAILED: %s\n" "$*" >&2; exit 1; }
+trap 'code=$?; printf "FAILED: line %s: %s (exit code %s)\n" "$LINENO" "$BASH_COMMAND" "$code" >&2' ERR
 
 # within SECONDS COMMAND...: until the command succeeds.
 within() {
@@ -27,6 +27,18 @@ at_most() {
 
 # field EXPRESSION: of `v`, the JSON on the input.
 field() { python3 -c "import json, sys; v = json.load(sys.stdin); print($1)"; }
+
+# install_programs: programs/ of the payload as the package would have them, with units and user, but with nothing started or configured.
+install_programs() {
+  install -D -t /usr/bin "$payload"/programs/{pagedd,pagedctl}
+  install -D -t /usr/lib/pagedd "$payload"/programs/{pagedd-worker,pagedd-gateway}
+  install -D -m 644 -t /usr/lib/systemd/system "$payload"/systemd/pagedd.{service,socket}
+  install -D -m 644 "$payload/systemd/pagedd.sysusers" /usr/lib/sysusers.d/pagedd.conf
+  install -D -m 644 "$payload/systemd/pagedd.tmpfiles" /usr/lib/tmpfiles.d/pagedd.conf
+  systemd-sysusers pagedd.conf
+  systemd-tmpfiles --create pagedd.conf
+  systemctl daemon-reload
+}
 
 # model_file NAME: puts the payload's model (smollm2 or tiny) where the service may read it, and prints where.
 model_file() {
