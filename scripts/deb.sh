@@ -15,6 +15,11 @@ deb=$cache/tools/cargo-deb-$version
 cd "$root"
 target=${CARGO_TARGET_DIR:-$root/target}
 
+mkdir -p "$target"
+# Two at once make one after the other.
+exec 9>"$target/deb.lock"
+flock 9
+
 {
   if [ ! -x "$deb" ]; then
     say "cargo-deb $version (once; takes minutes)"

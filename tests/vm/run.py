@@ -107,11 +107,13 @@ def output_of(*command):
         raise Mistake(f"{command[0]} failed (exit code {error.returncode}); its words are above") from None
 
 
-def build(needs):
-    """Makes what the payload is of, and tells where each part lies: its path inside, and the file."""
+def build(needs, folder):
+    """Makes what the payload is of, and tells where each part lies: its path inside, and the file. What another run might write anew goes into `folder`."""
     parts = {}
     if "deb" in needs:
-        parts["deb"] = [("deb/pagedd.deb", pathlib.Path(os.environ.get("PAGEDD_DEB") or output_of("scripts/deb.sh")))]
+        package = folder / "pagedd.deb"
+        shutil.copy(os.environ.get("PAGEDD_DEB") or output_of("scripts/deb.sh"), package)
+        parts["deb"] = [("deb/pagedd.deb", package)]
     if "programs" in needs:
         points = "pagedd/failpoints,pagedd-worker/failpoints,pagedd-gateway/failpoints"
         command = ["cargo", "build", "--locked", "--quiet", "--workspace", "--bins", "--features", points]
@@ -122,7 +124,7 @@ def build(needs):
         parts["model"] = [("model/smollm2.gguf", pathlib.Path(output_of("scripts/fetch_model.sh")))]
     if "tiny" in needs:
         command = ["cargo", "run", "--locked", "--quiet", "--package", "pagedd-tests", "--example", "tiny_model", "--"]
-        parts["tiny"] = [("model/tiny.gguf", pathlib.Path(output_of(*command, str(TARGET / "tiny.gguf"))))]
+        parts["tiny"] = [("model/tiny.gguf", pathlib.Path(output_of(*command, str(folder / "tiny.gguf"))))]
     return parts
 
 
@@ -161,7 +163,8 @@ def end_group(process):
 
 
 def watch(command, case, env=None, **streams):
-    """Runs a machine to its end, or to the case's."""
+    """Runs a machine to its end, or to the case's; it does not outlive this program, however that ends."""
+    command = ["setpriv", "--pdeathsig", "KILL", *command]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=env, **streams)
     try:
         process.wait(case.seconds)
@@ -194,6 +197,18 @@ def remove_cgroup(folder):
     print(f"run.py: {folder} still has processes and stays", file=sys.stderr)
 
 
+def sweep(cases):
+    """Removes what runs that were killed have left."""
+    places = [(pathlib.Path(tempfile.gettempdir()), shutil.rmtree)]
+    if any(case.layer == "ns" for case in cases):
+        places.append((cgroup_mount(), remove_cgroup))
+    for folder, remove in places:
+        for path in folder.glob("pagedd-vm-*"):
+            pid = re.match(r"pagedd-vm-(\d+)", path.name)
+            if pid and not pathlib.Path("/proc", pid[1]).exists():
+                remove(path)
+
+
 def run_ns(image, case, work, payload, out, console):
     cgroup = cgroup_mount() / f"pagedd-vm-{os.getpid()}"
     cgroup.mkdir()
@@ -218,7 +233,9 @@ def run_uml(image, case, work, payload, out, console):
                    "systemd.show_status=0", f"pagedd.payload={payload}"]
         # Memory of the machine is a file there.
         env = {"PATH": os.environ["PATH"], "HOME": str(work), "TMPDIR": "/dev/shm"}
-        watch(command, case, env=env, stdout=console, stderr=subprocess.STDOUT, pass_fds=[line.fileno()])
+        # Its helpers would outlive it; in a namespace of their own they cannot. The shell is there since process 1 has no default signals.
+        alone = ["unshare", "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "sh", "-c", '"$@"; exit $?', "uml"]
+        watch([*alone, *command], case, env=env, stdout=console, stderr=subprocess.STDOUT, pass_fds=[line.fileno()])
 
 
 def run_tcg(image, case, work, payload, out, console):
@@ -273,6 +290,18 @@ def report(case, result, verbose):
     return ok
 
 
+def run_in_folder(image, case, parts, options):
+    """Runs a case and reports; whether it held."""
+    work = pathlib.Path(tempfile.mkdtemp(prefix=f"pagedd-vm-{os.getpid()}-{case.name}."))
+    try:
+        return report(case, run(image, case, parts, work), options.verbose)
+    finally:
+        if options.keep:
+            print(f"    kept: {work}")
+        else:
+            shutil.rmtree(work)
+
+
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("names", nargs="*", metavar="NAME")
@@ -291,19 +320,16 @@ def main():
                 print(f"{case.name:<14} {case.layer:<4} {case.seconds:>4} s  {case.claim}")
             return 0
         image = pathlib.Path(output_of("tests/vm/image.sh"))
-        parts = build({need for case in cases for need in case.needs})
+        sweep(cases)
         failed = 0
-        for case in cases:
-            work = pathlib.Path(tempfile.mkdtemp(prefix=f"pagedd-vm-{case.name}."))
-            try:
-                failed += not report(case, run(image, case, parts, work), options.verbose)
-            finally:
-                if options.keep:
-                    print(f"    kept: {work}")
-                else:
-                    shutil.rmtree(work)
+        with tempfile.TemporaryDirectory(prefix=f"pagedd-vm-{os.getpid()}-") as folder:
+            parts = build({need for case in cases for need in case.needs}, pathlib.Path(folder))
+            for case in cases:
+                failed += not run_in_folder(image, case, parts, options)
     except Mistake as mistake:
         print(f"run.py: {mistake}", file=sys.stderr)
+        return MOST_FAILURES + 1
+    except KeyboardInterrupt:
         return MOST_FAILURES + 1
     print(f"{len(cases) - failed} passed, {failed} failed")
     return min(failed, MOST_FAILURES)
