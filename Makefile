@@ -30,6 +30,10 @@ model: ## Fetch the model of demo and tests (98 MB, once, into .cache)
 build: tools ## Release build of the four binaries, into target/release
 	cargo build --locked --release --workspace --bins
 
+.PHONY: deb
+deb: tools ## Debian package of the four programs with units, manual and completions, into target/debian
+	@scripts/deb.sh
+
 .PHONY: build-gpu
 build-gpu: tools cuda-toolchain ## Release build with GPU support: models with `device: cuda:N`
 	cargo build --locked --release --workspace --bins --features pagedd-worker/cuda
@@ -68,6 +72,10 @@ ifneq ($(NEXTEST),)
 else
 	cargo test --locked --package pagedd-tests --no-fail-fast $(ARGS) -- --test-threads=1
 endif
+
+.PHONY: test-vm
+test-vm: tools ## On a real systemd with cgroup v2, in machines made for it: package, unit, walls (root; ARGS: cases, --list, --verbose)
+	@tests/vm/run.py $(ARGS)
 
 .PHONY: test-crash
 test-crash: tools model build-dev ## Kills worker, gateways and daemon a thousand times under load (PAGEDD_SEED reproduces; ARGS: of tests/examples/crash.rs)

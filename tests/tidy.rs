@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 
 use pagedd_tests::tidy::edges::{self, Graph};
+use pagedd_tests::tidy::package::{self, Asset};
 use pagedd_tests::tidy::source;
 use pagedd_tests::tidy::{File, Finding, assert_clean, files, markdown, root};
 
@@ -205,6 +206,42 @@ fn every_row_of_the_specification_names_a_command() {
     let text = "| what | bar | command |\n|---|---|---|\n| a | 1 | by hand |\n| b | 2 | `cargo test no_such_test_at_all` |\n| c | 3 | `make demo` |\n";
     let found = markdown::specification(&File::new("SPECIFICATION.md", text), &functions);
     assert_eq!(found.iter().map(|f| f.line).collect::<Vec<_>>(), [3, 4], "{found:?}");
+}
+
+#[test]
+fn the_package_has_every_program_and_unit_and_takes_only_what_is_there() {
+    let metadata = edges::metadata();
+    let programs = package::programs(&metadata, &edges::members(&metadata));
+    assert!(programs.len() >= 4, "{programs:?}");
+    let units: Vec<(String, String)> = files()
+        .into_iter()
+        .filter_map(|file| Some((file.path.strip_prefix("systemd/")?.to_owned(), file.text)))
+        .collect();
+    let assets = package::assets(&metadata);
+    assert_clean(&package::check(&assets, &programs, &units, |path| root().join(path).exists()));
+
+    let planted = [
+        Asset::new("target/release/pagedd", "usr/bin/"),
+        Asset::new("../systemd/pagedd.service", "usr/lib/systemd/system/"),
+        Asset::new("../LICENCE", "usr/share/doc/pagedd/copyright"),
+    ];
+    let units = [
+        (
+            "pagedd.service".to_owned(),
+            "ExecStart=/usr/bin/pagedd\nExecReload=-/usr/sbin/pagedctl reload".to_owned(),
+        ),
+        ("pagedd.socket".to_owned(), String::new()),
+    ];
+    let programs = ["pagedd".to_owned(), "pagedctl".to_owned()].into();
+    let found = package::check(&planted.into(), &programs, &units, |path| path.starts_with("systemd/"));
+    let found: Vec<&str> = found.iter().map(|finding| finding.what.as_str()).collect();
+    let wanted = [
+        "the package lacks the program pagedctl",
+        "the package lacks systemd/pagedd.socket",
+        "the package takes LICENCE, which is not there",
+        "systemd/pagedd.service starts /usr/sbin/pagedctl, which the package does not install",
+    ];
+    assert_eq!(found, wanted);
 }
 
 /// Faults that servers of this kind had, by the numbers that tests carry; SPECIFICATION.md says what each is.

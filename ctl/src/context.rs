@@ -4,7 +4,7 @@ use crate::failure::Failure;
 use pagedd_control::{Client, Command, Reply};
 use std::ffi::OsString;
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// How long a checkpoint of much memory on a slow disk may take.
@@ -19,7 +19,7 @@ pub struct Environment {
     pub candidates: Vec<PathBuf>,
     /// The configuration file that is checked where none is named.
     pub config: PathBuf,
-    /// `pagedd-worker`, which is installed beside this program.
+    /// `pagedd-worker` of this program's installation.
     pub worker: PathBuf,
     /// Shows a line of a command that takes its time.
     pub progress: fn(&str),
@@ -35,7 +35,7 @@ impl Environment {
                 PathBuf::from("/var/lib/pagedd/admin.sock"),
             ],
             config: PathBuf::from(pagedd_config::DEFAULT_FILE),
-            worker: std::env::current_exe().unwrap_or_default().with_file_name("pagedd-worker"),
+            worker: worker_of(&std::env::current_exe().unwrap_or_default()),
             // Whoever does not want to see it has closed it.
             progress: |line| drop(io::stderr().write_all(line.as_bytes())),
         }
@@ -48,6 +48,13 @@ impl Environment {
             found.cloned().unwrap_or_default()
         })
     }
+}
+
+/// `pagedd-worker` of the installation that the program `own` is of; where there is none, the path at which it is missed.
+fn worker_of(own: &Path) -> PathBuf {
+    const WORKER: &str = "pagedd-worker";
+    pagedd_config::program_folder(own, &[WORKER])
+        .map_or_else(|_| own.with_file_name(WORKER), |folder| folder.join(WORKER))
 }
 
 /// What is printed, and how the process ends.

@@ -152,7 +152,9 @@ impl Failure {
             Self::Unfinished { .. } => {
                 Some("`pagedctl drain` waits on, `pagedctl undrain` takes requests again".to_owned())
             }
-            Self::Worker { .. } => Some("pagedd-worker is installed beside pagedctl".to_owned()),
+            Self::Worker { .. } => {
+                Some("pagedd-worker is installed with pagedctl: beside it, or in ../lib/pagedd".to_owned())
+            }
             Self::NoRoom { memory: true, .. } => {
                 Some("lower kv_memory, take a smaller model, or give it another device".to_owned())
             }

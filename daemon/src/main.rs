@@ -7,7 +7,7 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`start`] | from the command line to a running daemon |
+//! | [`start`], [`cli`] | from the command line to a running daemon |
 //! | [`bench`](mod@bench) | the engine by itself, measured |
 //! | [`drain`] | the end of admission, and of the daemon |
 //! | [`supervision`], [`watchdog`] | what the service manager is told: how the daemon stands, and that it goes on |
@@ -37,6 +37,7 @@ mod bench;
 mod blocks;
 mod checkpoint;
 mod child;
+mod cli;
 mod convert;
 mod daemon;
 mod databases;

@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use std::{fmt, fs};
 
 use anyhow::Context;
-use clap::{Parser, Subcommand};
+use clap::Parser;
 use pagedd_config::{
-    ComputeDtype, Config, ConfigError, Device, Fsync, KvDtype, LogFormat, LogLevel, Overrides,
+    ComputeDtype, Config, ConfigError, Device, Fsync, KvDtype, LogFormat, LogLevel, Overrides, program_folder,
 };
 use pagedd_control::{DrainState, Supervisor, Walls};
 use pagedd_core::{TenantId, said};
@@ -41,6 +41,7 @@ use tracing_subscriber::reload::Handle;
 use crate::admin::AdminSocket;
 use crate::bench;
 use crate::checkpoint::Checkpoints;
+use crate::cli::{Cli, Command};
 use crate::daemon::{Daemon, Db, Facts, watch_model};
 use crate::databases;
 use crate::drain::Ending;
@@ -63,51 +64,6 @@ use crate::watchdog::Watchdog;
 
 /// What `fsync: interval` means: the loss of power costs at most so much.
 const SYNC_EVERY: Duration = Duration::from_secs(1);
-
-const AFTER_HELP: &str = "\
-Exit codes:
-  0   ended by SIGTERM or SIGINT
-  1   failed while running; the log says why, and a supervisor may start it again
-  2   wrong usage
-  69  a tenant's port or a model's GPU is in use
-  71  the host refused something: a socket, a process
-  73  the state directory, control.db or journal.db cannot be used, or another pagedd uses it; or a checkpoint is refused
-  78  the configuration is wrong; nothing was started";
-
-/// Serves large language models to many tenants, each on its own port.
-#[derive(Parser, Debug)]
-#[command(name = "pagedd", version, about, after_help = AFTER_HELP, args_conflicts_with_subcommands = true)]
-struct Cli {
-    #[command(subcommand)]
-    command: Option<Command>,
-    /// Configuration file [default: /etc/pagedd/pagedd.yaml if it exists]
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Where databases, sockets and locks are; overrides the configuration
-    #[arg(long, value_name = "DIR")]
-    state_dir: Option<PathBuf>,
-    /// Arithmetic of every model; overrides the configuration. `f32` computes in float32 throughout
-    #[arg(long, value_name = "auto|f32", value_parser = dtype)]
-    dtype: Option<ComputeDtype>,
-    /// Start from the checkpoint in this directory, in the place of the present state, which is kept aside
-    #[arg(long, value_name = "PATH")]
-    reload_checkpoint: Option<PathBuf>,
-}
-
-/// What else the program can do.
-#[derive(Subcommand, Debug)]
-enum Command {
-    /// Measures the engine of a model by itself: no port, no database
-    Bench(bench::Options),
-}
-
-fn dtype(text: &str) -> Result<ComputeDtype, String> {
-    match text {
-        "auto" => Ok(ComputeDtype::Auto),
-        "f32" => Ok(ComputeDtype::F32),
-        _ => Err("use `auto` or `f32`".to_owned()),
-    }
-}
 
 /// A failed start.
 pub struct Failure {
@@ -319,15 +275,10 @@ fn make_state_dir(dir: &Path) -> Result<(), Failure> {
 /// Directory of the programs that belong to this one.
 fn programs() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("the program's own path")?;
-    let dir = own.parent().context("the program's own directory")?.to_owned();
-    for program in ["pagedd-worker", "pagedd-gateway"] {
-        anyhow::ensure!(
-            dir.join(program).is_file(),
-            "{} is missing: it is installed beside pagedd",
-            dir.join(program).display()
-        );
-    }
-    Ok(dir)
+    program_folder(&own, &["pagedd-worker", "pagedd-gateway"]).map_err(|folders| {
+        let folders: Vec<String> = folders.iter().map(|folder| folder.display().to_string()).collect();
+        anyhow::anyhow!("pagedd-worker and pagedd-gateway are missing: looked in {}", folders.join(", "))
+    })
 }
 
 /// What models are started with.

@@ -5,6 +5,7 @@
 
 pub mod edges;
 pub mod markdown;
+pub mod package;
 pub mod source;
 pub mod tokens;
 

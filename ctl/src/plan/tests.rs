@@ -111,7 +111,12 @@ fn plan_without_a_worker_a_model_or_a_file_says_so() {
         outcome.stderr.starts_with(&format!("error: cannot run {}/pagedd-worker: ", dir.path().display())),
         "{outcome:?}"
     );
-    assert!(outcome.stderr.ends_with("hint: pagedd-worker is installed beside pagedctl\n"), "{outcome:?}");
+    assert!(
+        outcome
+            .stderr
+            .ends_with("hint: pagedd-worker is installed with pagedctl: beside it, or in ../lib/pagedd\n"),
+        "{outcome:?}"
+    );
     let dir = configuration("");
     let outcome = run(args("plan"), &environment(dir.path()));
     assert_eq!(outcome.code, failure::REFUSED);

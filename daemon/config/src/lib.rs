@@ -1,7 +1,7 @@
 //! `pagedd.yaml`, and the texts that it shares with `pagedctl`: names, sizes, durations and amounts.
 //!
 //! **Owns** every setting's key, default and range. **Never** opens a model file, makes a directory or reads the environment:
-//! it reads one configuration file and asks whether a model's path is there.
+//! it reads one configuration file and asks whether a model's path, or a program of the installation, is there.
 //!
 //! `RawConfig` is what was written, every key optional; [`Config`] is what holds, checked once. An error names
 //! `FILE:LINE:COLUMN`, the key's path and, for a key or word that is unknown, the nearest valid one.
@@ -9,6 +9,7 @@
 mod amount;
 mod config;
 mod error;
+mod installed;
 mod leaf;
 mod locate;
 mod name;
@@ -21,6 +22,7 @@ pub use config::{
     Config, Gateway, KvMemory, Log, MAX_RETENTION, Model, Overrides, SHAPES, SYNTHETIC, UidRange,
 };
 pub use error::ConfigError;
+pub use installed::{program_folder, program_folders};
 pub use leaf::{ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, Policy};
 pub use name::{ModelName, NameError, TenantName};
 pub use size::{Size, SizeError};

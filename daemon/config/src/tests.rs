@@ -580,3 +580,28 @@ proptest! {
         let _ = (text.parse::<TenantName>(), text.parse::<ModelName>(), text.parse::<Amount>(), text.parse::<Span>());
     }
 }
+
+#[test]
+fn programs_are_found_beside_the_daemon_or_where_packages_put_them_and_all_in_one_folder() {
+    const BOTH: [&str; 2] = ["pagedd-worker", "pagedd-gateway"];
+    let root = tempfile::tempdir().unwrap();
+    let path = |name: &str| root.path().join(name);
+    let put = |name: &str| {
+        fs::create_dir_all(path(name).parent().unwrap()).unwrap();
+        fs::write(path(name), "").unwrap();
+    };
+    let found = || program_folder(&path("usr/bin/pagedd"), &BOTH);
+    let everywhere = [path("usr/bin"), path("usr/lib/pagedd"), path("usr/libexec/pagedd")];
+    assert_eq!(found(), Err(everywhere.to_vec()));
+    put("usr/libexec/pagedd/pagedd-worker");
+    put("usr/libexec/pagedd/pagedd-gateway");
+    assert_eq!(found(), Ok(path("usr/libexec/pagedd")));
+    put("usr/lib/pagedd/pagedd-worker");
+    assert_eq!(found(), Ok(path("usr/libexec/pagedd")), "half of another installation is none");
+    put("usr/lib/pagedd/pagedd-gateway");
+    assert_eq!(found(), Ok(path("usr/lib/pagedd")));
+    put("usr/bin/pagedd-worker");
+    put("usr/bin/pagedd-gateway");
+    assert_eq!(found(), Ok(path("usr/bin")));
+    assert_eq!(program_folder(Path::new("/"), &BOTH), Err(vec![]));
+}

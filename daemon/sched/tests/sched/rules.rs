@@ -245,11 +245,8 @@ fn a_queue_that_is_tuned_takes_more_or_less_from_then_on_and_keeps_what_it_has()
     let mut config = config(32, 4);
     (config.max_queued_requests, config.max_num_seqs) = (1, 1);
     let mut bench = Bench::new(config, 1).tenant(0, 0, 32);
-    let tuning = |max_queued_requests| Tuning {
-        max_queued_requests,
-        itl_target_us: Some(7),
-        prompt_lookup: false,
-    };
+    let tuning =
+        |max_queued_requests| Tuning { max_queued_requests, itl_target_us: Some(7), prompt_lookup: false };
     bench.admit(request(1, 0, 6, 4)).unwrap();
     bench.step();
     bench.admit(request(2, 0, 6, 4)).unwrap();
