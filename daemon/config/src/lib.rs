@@ -10,6 +10,7 @@ mod amount;
 mod config;
 mod error;
 mod leaf;
+mod limits;
 mod locate;
 mod name;
 mod raw;
@@ -21,7 +22,8 @@ pub use config::{
     Config, Gateway, KvMemory, Log, MAX_RETENTION, Model, Overrides, SHAPES, SYNTHETIC, UidRange,
 };
 pub use error::ConfigError;
-pub use leaf::{ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, Policy};
+pub use leaf::{Cgroups, ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, Policy};
+pub use limits::{LimitError, SavedLimitsError, limit_text, load_limits, save_limits, set_limit};
 pub use name::{ModelName, NameError, TenantName};
 pub use size::{Size, SizeError};
 pub use span::{Span, SpanError};
