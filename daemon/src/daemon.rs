@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_control::{
     Command, ControlError, DrainState, Durable, ErrorCode, KeyInfo, KeyListed, MetricsText, Reply,
-    StatusInfo, Supervisor, TenantInfo, TenantListed, TenantSet, TenantShown, Walls,
+    StatusInfo, Supervisor, TenantInfo, TenantListed, TenantShown,
 };
 use pagedd_core::{FinishReason, ModelId};
 use pagedd_engine::StepRecord;
@@ -28,6 +28,7 @@ use crate::model::Model;
 use crate::recorder::{self, Told};
 use crate::status;
 use crate::tenants::{Tenant, TenantShop, Unserved};
+use crate::walls;
 use crate::worker::ModelState;
 
 /// New requests wait no longer for those of an earlier daemon. Only one that a daemon ended with can take so long.
@@ -41,8 +42,6 @@ pub struct Facts {
     pub state_dir: PathBuf,
     /// Its configuration file.
     pub config: Option<PathBuf>,
-    /// Whether limits are enforced by the kernel.
-    pub walls: Walls,
     /// Who restarts it.
     pub supervisor: Supervisor,
     /// When it started.
@@ -173,7 +172,7 @@ impl Daemon {
     async fn obey(&mut self, command: Command) -> Result<Reply, ControlError> {
         Ok(match command {
             Command::TenantAdd(spec) => Reply::TenantAdded(self.add(spec).await?),
-            Command::TenantSet(TenantSet { name, changes }) => Reply::Tenant(self.set(&name, changes).await?),
+            Command::TenantSet(set) => Reply::Tenant(self.set(set).await?),
             Command::TenantRemove(remove) => Reply::TenantRemoved(self.remove(remove).await?),
             Command::TenantList => Reply::Tenants(TenantListed { tenants: self.infos() }),
             Command::TenantShow(name) => Reply::Tenant(self.shown(&name.name)?),
@@ -194,7 +193,9 @@ impl Daemon {
             Command::Checkpoint(_) => unreachable!("see `run`"),
             Command::Metrics => {
                 let drain = self.drain_info().await;
-                let text = self.shop.exporter.all(&self.models, &self.tenants, &self.facts, &drain).await;
+                let walls = self.shop.walls.shown();
+                let text =
+                    self.shop.exporter.all(&self.models, &self.tenants, &self.facts, &walls, &drain).await;
                 Reply::Metrics(MetricsText { text })
             }
         })
@@ -208,7 +209,7 @@ impl Daemon {
             uptime_s: self.facts.start.elapsed().as_secs(),
             state_dir: self.facts.state_dir.display().to_string(),
             config: self.facts.config.as_ref().map(|path| path.display().to_string()),
-            walls: self.facts.walls.clone(),
+            walls: self.shop.walls.shown(),
             durable: durable(&self.durability.borrow()),
             supervisor: self.facts.supervisor,
             drain,
@@ -234,9 +235,14 @@ impl Daemon {
 
     fn shown(&self, name: &str) -> Result<TenantShown, ControlError> {
         if let Some(unserved) = self.unserved.get(name) {
-            return Ok(TenantShown { tenant: unserved.info(&self.shop) });
+            let wall = walls::unserved(unserved.record.limits.as_deref()).into();
+            return Ok(TenantShown { tenant: unserved.info(&self.shop), wall });
         }
-        Ok(TenantShown { tenant: self.tenant(name)?.info(&self.shop) })
+        let tenant = self.tenant(name)?;
+        Ok(TenantShown {
+            tenant: tenant.info(&self.shop),
+            wall: tenant.wall.info(tenant.device_bytes()).into(),
+        })
     }
 
     fn model(&self, name: Option<&str>) -> Result<&Arc<Model>, ControlError> {

@@ -53,6 +53,7 @@ mod start;
 mod status;
 mod template;
 mod tenants;
+mod walls;
 mod worker;
 
 use std::process::ExitCode;

@@ -30,6 +30,7 @@ use crate::hub::Ticket;
 use crate::recorder::Told;
 use crate::settings;
 use crate::template::{TemplateHandle, TemplateSpec};
+use crate::walls::{Walls, WorkerCell};
 use crate::worker::{Environment, ModelState, WorkerProcess, WorkerSpec};
 
 /// Commands that may wait for an engine: a step's worth of submissions and cancels.
@@ -59,6 +60,8 @@ pub struct Model {
     pub template: TemplateHandle,
     /// Of its worker.
     pub reins: Arc<Reins>,
+    /// The cgroup of its workers, where they have one.
+    pub cell: Option<Arc<WorkerCell>>,
     /// What a copy of its KV blocks is made from, once its engine runs.
     pub shelf: Arc<OnceLock<Shelf>>,
     /// Zero of its engine's clock.
@@ -93,6 +96,8 @@ pub struct Surroundings {
     pub store: Arc<FdStore>,
     /// Environment of children.
     pub env: Environment,
+    /// Their cgroups.
+    pub walls: Arc<Walls>,
 }
 
 /// Starts a model's thread. It loads at once.
@@ -106,6 +111,7 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
         program: around.programs.join("pagedd-gateway"),
         path: config.path.display().to_string(),
         env: around.env.clone(),
+        walls: around.walls.clone(),
     })?;
     let start = Instant::now();
     let worker = worker(config, around, state_sender);
@@ -121,6 +127,7 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
         stats,
         template,
         reins: worker.reins(),
+        cell: worker.cell(),
         shelf: Arc::default(),
         start,
     });
@@ -139,6 +146,7 @@ pub fn worker(config: &Settings, around: &Surroundings, state: watch::Sender<Mod
         program: around.programs.join("pagedd-worker"),
         hello: settings::hello(config),
         env: around.env.iter().cloned().chain(settings::device_env(config.device)).collect(),
+        cell: around.walls.workers(config.name.as_str()),
     };
     WorkerProcess::new(spec, around.store.clone(), state)
 }

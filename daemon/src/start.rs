@@ -18,7 +18,7 @@ use std::{fmt, fs};
 use anyhow::Context;
 use clap::{Parser, Subcommand};
 use pagedd_config::{ComputeDtype, Config, ConfigError, Device, Fsync, KvDtype, LogFormat, Overrides};
-use pagedd_control::{DrainState, Supervisor, Walls};
+use pagedd_control::{DrainState, Supervisor};
 use pagedd_core::{TenantId, said};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::identity::Identities;
@@ -50,6 +50,7 @@ use crate::recorder;
 use crate::reload::{self, Reloaded};
 use crate::retention::Retentions;
 use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
+use crate::walls::Walls;
 
 /// What `fsync: interval` means: the loss of power costs at most so much.
 const SYNC_EVERY: Duration = Duration::from_secs(1);
@@ -62,7 +63,7 @@ Exit codes:
   69  a tenant's port or a model's GPU is in use
   71  the host refused something: a socket, a process
   73  the state directory, control.db or journal.db cannot be used, or another pagedd uses it; or a checkpoint is refused
-  78  the configuration is wrong; nothing was started";
+  78  the configuration is wrong, or requires cgroups that the host does not give; nothing was started";
 
 /// Serves large language models to many tenants, each on its own port.
 #[derive(Parser, Debug)]
@@ -216,7 +217,10 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
         .thread_name("pagedd-io")
         .build()
         .context("runtime")?;
-    let around = surroundings(&config, store.clone())?;
+    // Before there is another process or thread: whatever is started from here on is in its place from the start.
+    let walls = Walls::build(config.cgroups).map_err(|e| Failure::new(exit::CONFIG, e))?;
+    let walls = Arc::new(walls);
+    let around = surroundings(&config, store.clone(), walls.clone())?;
     let lifeline = keeper::lifeline();
     let reloaded = match reload::wanted(&config.state_dir, flag).map_err(|e| state(&e))? {
         Some(wanted) => runtime.block_on(reload::reload(&config, &around, &wanted)).map_err(|e| state(&e))?,
@@ -232,6 +236,7 @@ fn run(config: Config, flag: Option<&Path>) -> Result<End, Failure> {
     let result = runtime.block_on(serve(config, db, journal, begun));
     // Engines that did not end in time are not waited for: their workers end with our sockets.
     runtime.shutdown_background();
+    walls.clear();
     drop((lock, gpus));
     result
 }
@@ -298,10 +303,11 @@ fn programs() -> anyhow::Result<PathBuf> {
 ///
 /// # Errors
 /// A program is not installed.
-pub fn surroundings(config: &Config, store: Arc<FdStore>) -> anyhow::Result<Surroundings> {
+pub fn surroundings(config: &Config, store: Arc<FdStore>, walls: Arc<Walls>) -> anyhow::Result<Surroundings> {
     Ok(Surroundings {
         programs: programs()?,
         store,
+        walls,
         env: vec![
             ("PAGEDD_LOG".into(), config.log.level.as_str().into()),
             ("PAGEDD_LOG_FORMAT".into(), config.log.format.as_str().into()),
@@ -327,15 +333,15 @@ async fn serve(
     begun: Begun,
 ) -> Result<End, Failure> {
     let Begun { around, mut reloaded, lifeline, start } = begun;
-    let store = around.store.clone();
+    let (store, walls) = (around.store.clone(), around.walls.clone());
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
     let kept = lifeline.is_some();
-    // Whatever the host offers.
-    let walls = Walls::Reduced { reason: "cgroup limits are not applied yet".to_owned() };
     let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
     let records = db.tenants().map_err(|e| state_failure(&e))?;
     let known: Vec<TenantId> = records.iter().map(|tenant| tenant.id).collect();
+    let configured = config.models.iter().map(|model| model.name.as_str());
+    walls.sweep(records.iter().map(|tenant| tenant.name.as_str()), configured);
     let own_retentions: Vec<(TenantId, Duration)> =
         records.iter().filter_map(|tenant| Some((tenant.id, own_retention(tenant)?))).collect();
     let recorder::Found { live: restored, set_aside } =
@@ -365,6 +371,7 @@ async fn serve(
         going: Going::Not,
         retention: config.retention,
         identities,
+        walls,
     };
     // Every port is bound before anything is loaded: a port that is taken must not cost minutes to find out.
     let (records, without_model): (Vec<_>, Vec<_>) = records
@@ -430,7 +437,6 @@ async fn serve(
     let facts = Facts {
         state_dir: config.state_dir.clone(),
         config: config.file.clone(),
-        walls,
         supervisor: if kept { Supervisor::Keeper } else { Supervisor::Systemd },
         start,
     };

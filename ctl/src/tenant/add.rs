@@ -1,6 +1,6 @@
 //! `pagedctl tenant add`.
 
-use super::{Switch, amount, name, port, retention};
+use super::{Limits, Switch, amount, name, port, retention};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
@@ -34,6 +34,8 @@ pub struct Args {
     /// How long its requests are kept after their end, for example 10m, or 0s [default: as the configuration says]
     #[arg(long, value_name = "SPAN")]
     retention: Option<String>,
+    #[command(flatten)]
+    limits: Limits,
 }
 
 /// The tenant, its key and a line to try it with.
@@ -48,6 +50,7 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         no_auth: args.no_auth,
         prompt_lookup: args.prompt_lookup.map(bool::from),
         retention: retention(args.retention.as_deref())?,
+        limits: args.limits.texts()?.into(),
     };
     context.ask(Command::TenantAdd(spec), |reply| match reply {
         Reply::TenantAdded(added) => Some(render(added)),

@@ -1,6 +1,6 @@
 //! `pagedctl tenant set`.
 
-use super::{Switch, amount, name, port, retention};
+use super::{Limits, Switch, amount, name, port, retention};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
@@ -29,6 +29,11 @@ pub struct Args {
     /// How long its requests are kept after their end, for example 10m, or 0s; `default` is what the configuration says
     #[arg(long, value_name = "SPAN")]
     retention: Option<String>,
+    #[command(flatten)]
+    limits: Limits,
+    /// Set limits below what is in use, too: the kernel takes back what it can, and may end the gateway
+    #[arg(long)]
+    force: bool,
 }
 
 /// The tenant as it is then.
@@ -40,18 +45,20 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         auth: args.auth.map(bool::from),
         prompt_lookup: args.prompt_lookup.map(bool::from),
         retention: retention(args.retention.as_deref())?,
+        limits: args.limits.texts()?.into(),
     };
     let name = name(&args.name)?;
     if changes.is_empty() {
         return Err(Failure::Usage {
             message: format!("nothing to change about `{name}`"),
             hint: Some(
-                "give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup or --retention".to_owned(),
+                "give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup, --retention or a limit such as --cpu-max"
+                    .to_owned(),
             ),
         });
     }
-    context.ask(Command::TenantSet(TenantSet { name, changes }), |reply| match reply {
-        Reply::Tenant(shown) => Some(show::tenant(&shown.tenant)),
+    context.ask(Command::TenantSet(TenantSet { name, changes, force: args.force }), |reply| match reply {
+        Reply::Tenant(shown) => Some(show::tenant(shown)),
         _ => None,
     })
 }

@@ -25,6 +25,8 @@ pub use error::ConfigError;
 pub use leaf::{Cgroups, ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, Policy};
 pub use limits::{LimitError, SavedLimitsError, limit_text, load_limits, save_limits, set_limit};
 pub use name::{ModelName, NameError, TenantName};
+/// What [`set_limit`] changes.
+pub use pagedd_core::CgroupLimits;
 pub use size::{Size, SizeError};
 pub use span::{Span, SpanError};
 

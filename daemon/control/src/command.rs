@@ -1,6 +1,6 @@
 //! What can be asked.
 
-use crate::CheckpointCommand;
+use crate::{CheckpointCommand, LimitTexts};
 use serde::{Deserialize, Serialize};
 
 /// One line from the client.
@@ -130,6 +130,9 @@ pub struct TenantSpec {
     pub prompt_lookup: Option<bool>,
     /// How long its requests are kept after their end (`10m`, `0s`); `None` is as the configuration says.
     pub retention: Option<String>,
+    /// Limits of its processes.
+    #[serde(default)]
+    pub limits: Box<LimitTexts>,
 }
 
 /// Changes to a tenant.
@@ -139,6 +142,9 @@ pub struct TenantSet {
     pub name: String,
     /// What changes.
     pub changes: TenantChanges,
+    /// Whether a limit may be below what is in use; without it the daemon answers [`crate::ErrorCode::BelowUse`].
+    #[serde(default)]
+    pub force: bool,
 }
 
 /// What changes about a tenant; `None` leaves it as it is.
@@ -157,6 +163,9 @@ pub struct TenantChanges {
     /// How long its requests are kept after their end, those too that have ended before (`10m`, `0s`, or `default` for what the
     /// configuration says).
     pub retention: Option<String>,
+    /// Other limits of its processes; `max` and `default` take one away.
+    #[serde(default)]
+    pub limits: Box<LimitTexts>,
 }
 
 impl TenantChanges {

@@ -43,6 +43,10 @@ codes! {
     InvalidAmount = "invalid_amount",
     /// A retention does not read as a duration, or is too long.
     InvalidRetention = "invalid_retention",
+    /// A limit does not read as one, or the host has no such CPU or device.
+    InvalidLimit = "invalid_limit",
+    /// A limit is below what is in use.
+    BelowUse = "below_use",
     /// A label is too long or has control characters.
     InvalidLabel = "invalid_label",
     /// The tenant has no key of this id.

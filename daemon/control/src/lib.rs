@@ -19,6 +19,7 @@ mod command;
 mod error;
 mod line;
 mod reply;
+mod wall;
 
 pub use checkpoint::{
     CheckpointAt, CheckpointCommand, CheckpointFile, CheckpointInfo, CheckpointListed, CheckpointListing,
@@ -36,6 +37,7 @@ pub use reply::{
     ModelState, ModelStatus, Removed, Reply, Response, Secret, ShareInfo, StatusInfo, Supervisor,
     TenantAdded, TenantInfo, TenantListed, TenantShown, TenantState, Walls,
 };
+pub use wall::{LimitTexts, PressureInfo, StallInfo, UsageInfo, WallInfo};
 
 /// Version of the protocol. A daemon refuses another one by [`ErrorCode::UnsupportedProtocol`], naming both.
 pub const PROTOCOL: u32 = 1;

@@ -1,6 +1,6 @@
 //! What is answered.
 
-use crate::{CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError};
+use crate::{CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError, WallInfo};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -83,6 +83,9 @@ pub struct TenantAdded {
 pub struct TenantShown {
     /// The tenant.
     pub tenant: TenantInfo,
+    /// Limits of its processes, and what they use.
+    #[serde(default)]
+    pub wall: Box<WallInfo>,
 }
 
 /// Tenants.
@@ -430,6 +433,15 @@ pub struct ModelStatus {
     pub weight_bytes: Option<u64>,
     /// Bytes of the KV arena.
     pub kv_bytes: Option<u64>,
+    /// Bytes of the device that steps compute in.
+    #[serde(default)]
+    pub scratch_bytes: Option<u64>,
+    /// Bytes of the host's memory that are pinned for the device.
+    #[serde(default)]
+    pub pinned_bytes: Option<u64>,
+    /// Memory that the workers' cgroup is charged with; `None` where there is none.
+    #[serde(default)]
+    pub memory_bytes: Option<u64>,
     /// Tokens per block.
     pub block_size: u32,
     /// Longest sequence, in tokens.

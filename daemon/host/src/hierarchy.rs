@@ -15,6 +15,7 @@ mod cgroup;
 mod limits;
 mod usage;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -130,6 +131,15 @@ pub enum NotDelegated {
     Root,
 }
 
+impl From<CgroupError> for NoHierarchy {
+    fn from(error: CgroupError) -> Self {
+        match error {
+            CgroupError::Io { path, source } => Self::Io { path, source },
+            other => Self::Io { path: PathBuf::new(), source: io::Error::other(other) },
+        }
+    }
+}
+
 fn io_at(path: &Path) -> impl Fn(io::Error) -> NoHierarchy {
     let path = path.to_owned();
     move |source| NoHierarchy::Io { path: path.clone(), source }
@@ -181,10 +191,18 @@ impl Hierarchy {
         }
         let root = top(&found);
         check_delegated(host, &root)?;
+        let keeper = keeper(host);
+        alone(host, &root, keeper.as_deref())?;
         let daemon = root.join("daemon");
         make(&daemon)?;
         move_into(&daemon, "0")?;
-        empty(host, &root, &daemon)?;
+        // It goes along, where it is not there already.
+        if let Some(keeper) =
+            keeper.as_deref().filter(|keeper| procs(&root).is_ok_and(|p| p.contains(*keeper)))
+        {
+            move_into(&daemon, keeper)?;
+        }
+        alone(host, &root, None)?;
 
         let listed = listed(&root)?;
         let controllers: Vec<_> =
@@ -198,10 +216,7 @@ impl Hierarchy {
         }
         let hierarchy = Self { root, controllers };
         for group in ["workers", "daemon"] {
-            hierarchy.open(Path::new(group))?.weigh(Weight::MOST).map_err(|error| match error {
-                CgroupError::Io { path, source } => NoHierarchy::Io { path, source },
-                other => io_at(&hierarchy.root)(io::Error::other(other)),
-            })?;
+            hierarchy.open(Path::new(group))?.weigh(Weight::MOST)?;
         }
         Ok(hierarchy)
     }
@@ -375,24 +390,30 @@ fn is_cgroup2(dir: &Path) -> bool {
     rustix::fs::statfs(dir).is_ok_and(|found| found.f_type as u64 == CGROUP2_SUPER_MAGIC)
 }
 
-/// Makes sure that no process is in `dir`: its keeper goes along, others are a refusal.
-///
-/// A process that is left there would let `cpu`, `cpuset` and `pids` be enabled and `memory` never.
-fn empty(host: &Host<'_>, dir: &Path, daemon: &Path) -> Result<(), NoHierarchy> {
-    let procs = dir.join("cgroup.procs");
-    let read = || fs::read_to_string(&procs).map_err(io_at(&procs));
+/// The process that holds this one's fds: its parent, where that runs the same program.
+fn keeper(host: &Host<'_>) -> Option<String> {
     let program = |pid: &str| fs::read_link(host.root.join("proc").join(pid).join("exe")).ok();
-    for pid in read()?.split_ascii_whitespace() {
-        let is_parent = host.parent.is_some_and(|parent| parent.to_string() == pid);
-        if is_parent && program(pid).is_some_and(|parent| Some(parent) == program("self")) {
-            move_into(daemon, pid)?;
-        }
-    }
-    let name = |pid: &str| {
+    let parent = host.parent?.to_string();
+    program(&parent).filter(|parent| Some(parent) == program("self").as_ref()).map(|_| parent)
+}
+
+fn procs(dir: &Path) -> Result<BTreeSet<String>, NoHierarchy> {
+    let path = dir.join("cgroup.procs");
+    let text = fs::read_to_string(&path).map_err(io_at(&path))?;
+    Ok(text.split_ascii_whitespace().map(ToOwned::to_owned).collect())
+}
+
+/// Makes sure that no process is in `dir` but this one and its keeper.
+///
+/// One that is left there would let `cpu`, `cpuset` and `pids` be enabled and `memory` never.
+fn alone(host: &Host<'_>, dir: &Path, keeper: Option<&str>) -> Result<(), NoHierarchy> {
+    let (own, found) = (std::process::id().to_string(), procs(dir)?);
+    let others = found.iter().filter(|pid| **pid != own && Some(pid.as_str()) != keeper);
+    let name = |pid: &String| {
         let name = fs::read_to_string(host.root.join("proc").join(pid).join("comm")).unwrap_or_default();
         format!("{pid} ({})", name.trim_end())
     };
-    let pids: Vec<_> = read()?.split_ascii_whitespace().take(8).map(name).collect();
+    let pids: Vec<_> = others.take(8).map(name).collect();
     if pids.is_empty() { Ok(()) } else { Err(NoHierarchy::NotAlone { dir: dir.to_owned(), pids }) }
 }
 

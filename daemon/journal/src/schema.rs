@@ -72,6 +72,9 @@ pub(crate) const CONTROL: Migrations = &["
 ", "
     -- Numbers of removed tenants whose requests the journal may still have.
     CREATE TABLE removed (tenant INTEGER PRIMARY KEY) STRICT;
+", "
+    -- Limits of the tenant's cgroup, one a line; NULL is none.
+    ALTER TABLE tenants ADD COLUMN limits TEXT;
 "];
 
 /// journal.db. `requests` is small and changes, `bodies` is large and does not: SQLite writes a changed row anew, whole.

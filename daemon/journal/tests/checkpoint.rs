@@ -52,6 +52,7 @@ fn state() -> (TempDir, ControlDb, JournalDb) {
             auth: true,
             prompt_lookup: None,
             retention_ms: None,
+            limits: None,
         };
         control.add_tenant(&new, Some(&NewKey::draw().unwrap()), NOW as i64).unwrap();
     }

@@ -7,9 +7,9 @@ use pagedd_config::{
 };
 use pagedd_control::{
     ControlError, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyRevoke, MAX_LABEL, Removed, Secret,
-    TenantAdded, TenantChanges, TenantRemove, TenantShown, TenantSpec,
+    TenantAdded, TenantRemove, TenantSet, TenantShown, TenantSpec,
 };
-use pagedd_core::{Blocks, TenantId};
+use pagedd_core::{Blocks, CgroupLimits, TenantId};
 use pagedd_engine::Command as EngineCommand;
 use pagedd_journal::{KeyRow, NewKey, NewTenant, TenantRow, TenantUpdate};
 use pagedd_wire::gateway::Parting;
@@ -21,6 +21,7 @@ use crate::hub::Message;
 use crate::model::Model;
 use crate::recorder::Told;
 use crate::tenants::{ENGINE_ANSWER, LOWER_A_FLOOR, ShareAmounts, Tenant, own_retention};
+use crate::walls;
 
 impl Daemon {
     pub(super) async fn add(&mut self, spec: TenantSpec) -> Result<TenantAdded, ControlError> {
@@ -36,7 +37,11 @@ impl Daemon {
         let model = self.model(spec.model.as_deref())?.clone();
         let share = share_amounts(spec.kv_floor.as_deref(), spec.kv_ceiling.as_deref(), None)?;
         self.check_share(None, &model, share)?;
+        let limits = walls::changed(&CgroupLimits::default(), &spec.limits)?;
+        let retention_ms = spec.retention.as_deref().map(retention).transpose()?.flatten();
         let (port, listener) = self.port(spec.port)?;
+        // Last of what can be refused: it is made in the kernel.
+        let wall = self.shop.walls.tenant(&name, limits)?;
         let new = NewTenant {
             name: name.clone(),
             port,
@@ -45,16 +50,24 @@ impl Daemon {
             kv_ceiling: share.ceiling.to_string(),
             auth: !spec.no_auth,
             prompt_lookup: spec.prompt_lookup,
-            retention_ms: spec.retention.as_deref().map(retention).transpose()?.flatten(),
+            retention_ms,
+            limits: walls::saved(wall.limits()),
         };
-        let (record, key) = self
+        let added = self
             .db
             .with(move |db| {
                 let key = if new.auth { Some(NewKey::draw()?) } else { None };
                 let (record, row) = db.add_tenant(&new, key.as_ref(), now_unix())?;
                 Ok((record, key.zip(row)))
             })
-            .await?;
+            .await;
+        let (record, key) = match added {
+            Ok(added) => added,
+            Err(error) => {
+                wall.remove().await;
+                return Err(error);
+            }
+        };
         let keys = key.iter().map(|(_, row)| row.clone()).collect();
         self.shop.keep_listener(record.id, &listener);
         let opened = self.shop.open(record.clone(), keys, share, &model, listener);
@@ -64,8 +77,9 @@ impl Daemon {
         };
         if let Err(error) = settled {
             self.shop.forget_listener(record.id);
-            if let Ok(tenant) = opened {
-                tenant.close(&self.shop, Parting::Removed).await;
+            match opened {
+                Ok(tenant) => tenant.close(&self.shop, Parting::Removed).await,
+                Err(_) => wall.remove().await,
             }
             // The engine may know it already, or learn of it late.
             drop(
@@ -109,12 +123,12 @@ impl Daemon {
             })
     }
 
-    pub(super) async fn set(
-        &mut self,
-        name: &str,
-        changes: TenantChanges,
-    ) -> Result<TenantShown, ControlError> {
+    pub(super) async fn set(&mut self, set: TenantSet) -> Result<TenantShown, ControlError> {
+        let TenantSet { name, changes, force } = set;
+        let name = name.as_str();
         let tenant = self.tenant(name)?;
+        let limits_before = tenant.wall.limits().clone();
+        let limits = walls::changed(&limits_before, &changes.limits)?;
         let changed_retention = changes.retention.as_deref().map(retention).transpose()?;
         let (before, model) = (tenant.share, tenant.model.clone());
         let share = share_amounts(changes.kv_floor.as_deref(), changes.kv_ceiling.as_deref(), Some(before))?;
@@ -124,7 +138,12 @@ impl Daemon {
             None => None,
         };
         let prompt_lookup = changes.prompt_lookup.or(tenant.record.prompt_lookup);
-        tenant.apply(share, prompt_lookup).await?;
+        self.confine(name, limits.clone(), force).await?;
+        let applied = self.tenant(name)?.apply(share, prompt_lookup).await;
+        if let Err(error) = applied {
+            self.confine(name, limits_before, true).await?;
+            return Err(error);
+        }
         let update = TenantUpdate {
             port: listener.as_ref().map(|(port, _)| *port),
             kv_floor: Some(share.floor.to_string()),
@@ -133,14 +152,16 @@ impl Daemon {
             suspended: None,
             prompt_lookup,
             retention_ms: changed_retention,
+            limits: (limits != limits_before).then(|| walls::saved(&limits)),
         };
-        let id = tenant.id();
+        let id = self.tenant(name)?.id();
         let written = self.db.with(move |db| db.update_tenant(id, &update)).await;
         let tenant = self.tenants.get_mut(name).ok_or_else(|| unknown_tenant(name))?;
         match written {
             Ok(record) => tenant.record = record,
             Err(error) => {
                 tenant.apply(before, tenant.record.prompt_lookup).await?;
+                self.confine(name, limits_before, true).await?;
                 return Err(error);
             }
         }
@@ -154,6 +175,13 @@ impl Daemon {
             self.retain(&self.tenant(name)?.record).await;
         }
         self.shown(name)
+    }
+
+    /// Puts a tenant's limits into force.
+    async fn confine(&mut self, name: &str, limits: CgroupLimits, force: bool) -> Result<(), ControlError> {
+        let walls = self.shop.walls.clone();
+        let tenant = self.tenants.get_mut(name).ok_or_else(|| unknown_tenant(name))?;
+        tenant.wall.change(&walls, limits, force).await
     }
 
     /// Has journal and hub keep a tenant's requests for as long as they are to.

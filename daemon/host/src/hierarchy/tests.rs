@@ -244,7 +244,7 @@ fn limits_that_the_host_cannot_enforce_are_named() {
 
 #[test]
 fn bug_39_cpus_that_are_not_there_are_left_out_and_none_at_all_is_an_error() {
-    let root = service("cpuset cpu memory");
+    let root = service("cpuset cpu io memory pids");
     let cgroup = tenant(&root);
     let ask = |cpus: &str| CgroupLimits { cpus: Some(cpus.parse().unwrap()), ..CgroupLimits::default() };
     let applied = cgroup.limit(&ask("0-3")).unwrap();

@@ -62,6 +62,7 @@ fn named(name: &str, port: u16) -> NewTenant {
         auth: true,
         prompt_lookup: None,
         retention_ms: None,
+        limits: None,
     }
 }
 
