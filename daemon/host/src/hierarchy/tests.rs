@@ -277,7 +277,7 @@ fn a_limit_below_use_is_refused_with_the_numbers() {
     );
     assert_eq!(refused(&none, &memory(100_000_000)), Ok(()), "pages of files make room by themselves");
     assert_eq!(refused(&memory(5), &memory(5)), Ok(()), "a limit that was there before is not what is asked");
-    assert_eq!(refused(&memory(5), &memory(4)).is_err(), true);
+    assert!(refused(&memory(5), &memory(4)).is_err());
     let pids = CgroupLimits { pids_max: Limit::At(5), ..CgroupLimits::default() };
     assert_eq!(refused(&none, &pids), Err("pids.max 5 is below present use, 6".to_owned()));
     let high = CgroupLimits { memory_high: Limit::At(Bytes(1 << 20)), ..CgroupLimits::default() };
