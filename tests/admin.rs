@@ -217,11 +217,12 @@ fn bad_orders_are_refused_with_the_name_and_change_nothing() {
 
 #[test]
 fn a_context_longer_than_the_models_own_is_logged_with_the_key_and_walls_promise_nothing() {
-    let daemon = Site::new(&smollm2_yaml().replace("max_model_len: 2048", "max_model_len: 100000")).start();
+    let yaml = smollm2_yaml().replace("max_model_len: 2048", "max_model_len: 100000");
+    let daemon = Site::new(&format!("cgroups: off\n{yaml}")).start();
     assert_eq!(daemon.model()["max_model_len"], 8192);
     assert_eq!(
         daemon.status()["walls"],
-        json!({"is": "reduced", "reason": "cgroup limits are not applied yet"})
+        json!({"is": "reduced", "reason": "`cgroups: off` in the configuration"})
     );
     let log = daemon.stop().log_text();
     let line = log.lines().find(|line| line.contains("max_model_len is above the model's own context"));

@@ -47,6 +47,30 @@ fn values_out_of_range_are_refused_with_the_key() {
     refused("models:\n  smollm2:\n    device: cpu\n", &["path"]);
 }
 
+/// No process of a test's session is alone in its cgroup, so that no host gives it one to divide.
+#[test]
+fn bug_40_cgroups_that_are_required_and_not_given_refuse_the_start_with_the_reason() {
+    let ended = Site::new(&format!("cgroups: required\n{}", smollm2_yaml())).run_to_end();
+    ended.refused(&["cgroups: required, but ", "or set `cgroups: auto`"]);
+    assert_eq!(ended.code, Some(78), "{}", ended.text);
+    let daemon = Site::new(&smollm2_yaml()).start();
+    let walls = daemon.status()["walls"].clone();
+    assert_eq!(walls["is"], "reduced", "{walls}");
+    let set = ["tenant", "add", "acme", "--cpu-max", "50%", "--port", &free_ports::<1>()[0].to_string()];
+    assert_eq!(daemon.ctl(&set).code, Some(0));
+    let wall = daemon.ask(&["tenant", "show", "acme"])["wall"].clone();
+    let said = format!("walls are reduced: {}", walls["reason"].as_str().unwrap_or("?"));
+    assert_eq!(
+        (&wall["limits"]["cpu_max"], &wall["not_enforced"][0]),
+        (&"50%".into(), &said.into()),
+        "{wall}"
+    );
+    let metrics = daemon.ask(&["metrics"])["text"].as_str().unwrap_or_default().to_owned();
+    assert!(metrics.contains("\npagedd_walls 0\n"), "{metrics}");
+    let log = daemon.stop().log_text();
+    assert_eq!(log.lines().filter(|line| line.contains("walls: REDUCED")).count(), 1, "said once: {log}");
+}
+
 #[test]
 fn a_configuration_that_is_not_there_is_named() {
     let site = Site::new("");

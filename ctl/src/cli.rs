@@ -33,7 +33,7 @@ pub struct Cli {
 enum Top {
     /// Make, change and list tenants
     #[command(subcommand)]
-    Tenant(Tenant),
+    Tenant(Box<Tenant>),
     /// Make, list and revoke a tenant's keys
     #[command(subcommand)]
     Key(Key),
@@ -134,13 +134,15 @@ fn dispatch(cli: Cli, environment: &Environment) -> Result<String, Failure> {
     let context =
         Context { socket: environment.socket(cli.socket), json: cli.json, progress: environment.progress };
     match cli.command {
-        Top::Tenant(Tenant::Add(args)) => tenant::add::run(&args, &context),
-        Top::Tenant(Tenant::Set(args)) => tenant::set::run(&args, &context),
-        Top::Tenant(Tenant::List) => tenant::list::run(&context),
-        Top::Tenant(Tenant::Show(args)) => tenant::show::run(&args, &context),
-        Top::Tenant(Tenant::Suspend(args)) => tenant::suspend::run(&args, &context),
-        Top::Tenant(Tenant::Resume(args)) => tenant::resume::run(&args, &context),
-        Top::Tenant(Tenant::Remove(args)) => tenant::remove::run(&args, &context),
+        Top::Tenant(tenant) => match *tenant {
+            Tenant::Add(args) => tenant::add::run(&args, &context),
+            Tenant::Set(args) => tenant::set::run(&args, &context),
+            Tenant::List => tenant::list::run(&context),
+            Tenant::Show(args) => tenant::show::run(&args, &context),
+            Tenant::Suspend(args) => tenant::suspend::run(&args, &context),
+            Tenant::Resume(args) => tenant::resume::run(&args, &context),
+            Tenant::Remove(args) => tenant::remove::run(&args, &context),
+        },
         Top::Key(Key::Create(args)) => key::create::run(&args, &context),
         Top::Key(Key::List(args)) => key::list::run(&args, &context),
         Top::Key(Key::Revoke(args)) => key::revoke::run(&args, &context),

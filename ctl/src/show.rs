@@ -1,8 +1,8 @@
 //! Values as people read them.
 
 use pagedd_control::{
-    DrainInfo, DrainState, GatewayInfo, GatewayState, ModelState, QuotaInfo, QuotaUse, ShareInfo, TenantInfo,
-    TenantState,
+    DrainInfo, DrainState, GatewayInfo, GatewayState, ModelState, QuotaInfo, QuotaUse, ShareInfo, StallInfo,
+    TenantShown, TenantState, UsageInfo, WallInfo,
 };
 
 /// What is not known.
@@ -67,7 +67,7 @@ pub fn ceiling(share: &ShareInfo) -> String {
 }
 
 /// Everything about a tenant, one field a line.
-pub fn tenant(info: &TenantInfo) -> String {
+pub fn tenant(TenantShown { tenant: info, wall, notes: _ }: &TenantShown) -> String {
     let mut rows = vec![
         ("tenant", info.name.clone()),
         ("id", info.id.to_string()),
@@ -88,6 +88,9 @@ pub fn tenant(info: &TenantInfo) -> String {
     rows.extend(quotas(&info.quotas));
     rows.push(("gateway", gateway(&info.gateway)));
     rows.push(("created", time(info.created_unix)));
+    rows.push(("device", format!("{} of KV blocks", bytes(wall.device_bytes))));
+    rows.extend(limits(wall));
+    rows.extend(wall.usage.iter().flat_map(usage));
     crate::table::fields(&rows)
 }
 
@@ -111,6 +114,37 @@ pub fn quotas(info: &QuotaInfo) -> Vec<(&'static str, String)> {
 pub fn notes(notes: &[String]) -> String {
     let lines: Vec<String> = notes.iter().map(|note| format!("note: {note}\n")).collect();
     lines.concat()
+}
+
+/// Limits, and which of them are none.
+fn limits(wall: &WallInfo) -> Vec<(&'static str, String)> {
+    let given: Vec<_> = wall.limits.given().map(|(name, text)| (name.file(), text.to_owned())).collect();
+    let mut rows = if given.is_empty() { vec![("limits", "none".to_owned())] } else { given };
+    rows.extend(wall.not_enforced.iter().map(|line| ("NOT ENFORCED", line.clone())));
+    rows
+}
+
+/// What a cgroup counts, as far as it does.
+fn usage(usage: &UsageInfo) -> Vec<(&'static str, String)> {
+    let seconds = |us: u64| format!("{}.{:03}s", us / 1_000_000, us / 1_000 % 1_000);
+    let peak = usage.memory_peak_bytes.map(|peak| format!(" (peak {})", bytes(peak))).unwrap_or_default();
+    let kills = usage.oom_kills.map(|kills| format!(", {kills} killed for want of it")).unwrap_or_default();
+    let held_up = usage.throttled_us.map(|us| format!(", held up for {}", seconds(us))).unwrap_or_default();
+    let refused = usage.pids_refused.map(|refused| format!(", {refused} refused")).unwrap_or_default();
+    let stall = |stall: StallInfo| {
+        let StallInfo { some_avg10, full_avg10, some_us, full_us } = stall;
+        let (some, full) = (seconds(some_us), seconds(full_us));
+        format!("some {some_avg10:.1}% of 10s ({some} in all), all {full_avg10:.1}% ({full})")
+    };
+    let rows = [
+        ("memory", usage.memory_bytes.map(|now| format!("{}{peak}{kills}", bytes(now)))),
+        ("cpu", usage.cpu_us.map(|us| format!("{}{held_up}", seconds(us)))),
+        ("pids", usage.pids.map(|pids| format!("{pids}{refused}"))),
+        ("waits cpu", usage.pressure.cpu.map(stall)),
+        ("waits memory", usage.pressure.memory.map(stall)),
+        ("waits io", usage.pressure.io.map(stall)),
+    ];
+    rows.into_iter().filter_map(|(name, text)| Some((name, text?))).collect()
 }
 
 /// What is under way.

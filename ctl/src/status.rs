@@ -95,7 +95,24 @@ fn models(models: &[ModelStatus]) -> String {
         ("STEPS", Right),
         ("LAST STEP", Right),
     ]);
+    let mut memory = Table::new([
+        ("MODEL", Left),
+        ("WEIGHTS", Right),
+        ("KV", Right),
+        ("SCRATCH", Right),
+        ("PINNED", Right),
+        ("CGROUP", Right),
+    ]);
     for model in models {
+        let size = |size: Option<u64>| or_unknown(size.map(bytes));
+        memory.row([
+            model.name.clone(),
+            size(model.weight_bytes),
+            size(model.kv_bytes),
+            size(model.scratch_bytes),
+            size(model.pinned_bytes),
+            size(model.memory_bytes),
+        ]);
         what.row([
             model.name.clone(),
             model_state(&model.state),
@@ -123,5 +140,5 @@ fn models(models: &[ModelStatus]) -> String {
             model.last_step_age_ms.map_or_else(|| "never".to_owned(), |ms| format!("{} ago", age(ms))),
         ]);
     }
-    format!("{}\n{}", what.render(), load.render())
+    format!("{}\n{}\n{}", what.render(), load.render(), memory.render())
 }

@@ -11,6 +11,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use tempfile::TempDir;
 
+mod wall;
+
 pub fn environment(dir: &Path) -> Environment {
     Environment {
         socket: None,
@@ -38,6 +40,10 @@ pub fn alone(line: &str) -> Outcome {
 
 /// Runs a command line against a daemon that gives one answer; what it was asked comes back too.
 fn asked(line: &str, answer: Response) -> (Command, Outcome) {
+    asked_with(args(line), answer)
+}
+
+fn asked_with(args: Vec<OsString>, answer: Response) -> (Command, Outcome) {
     let dir = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(dir.path().join("admin.sock")).unwrap();
     let daemon = std::thread::spawn(move || {
@@ -47,7 +53,7 @@ fn asked(line: &str, answer: Response) -> (Command, Outcome) {
         stream.write_all(&encode(&answer).unwrap()).unwrap();
         decode_request(line.as_bytes()).unwrap()
     });
-    let outcome = run(args(line), &environment(dir.path()));
+    let outcome = run(args, &environment(dir.path()));
     // Where nothing was asked, this ends the daemon's wait.
     drop(UnixStream::connect(dir.path().join("admin.sock")));
     (daemon.join().unwrap(), outcome)
@@ -88,7 +94,7 @@ pub fn tenant(name: &str, port: u16) -> TenantInfo {
 }
 
 fn shown() -> Reply {
-    Reply::Tenant(TenantShown { tenant: tenant("acme", 8101), notes: Vec::new() })
+    Reply::Tenant(TenantShown { tenant: tenant("acme", 8101), wall: Box::default(), notes: Vec::new() })
 }
 
 fn key() -> KeyCreated {
@@ -120,6 +126,7 @@ fn tenant_add_shows_the_port_the_key_and_a_line_to_try_it() {
         prompt_lookup: None,
         retention: None,
         quotas: QuotaChanges::default(),
+        limits: Box::default(),
     };
     assert_eq!(command, Command::TenantAdd(spec));
     assert_eq!(
@@ -158,6 +165,7 @@ fn tenant_add_without_options_leaves_the_choice_to_the_daemon_and_an_open_port_n
         prompt_lookup: Some(false),
         retention: Some("90s".to_owned()),
         quotas: QuotaChanges::default(),
+        limits: Box::default(),
     };
     assert_eq!(command, Command::TenantAdd(spec));
     assert!(text.contains("key         none needed: anyone who reaches the port may use it\n"), "{text}");
@@ -175,13 +183,13 @@ fn tenant_set_sends_what_changes_and_nothing_else() {
         retention: Some("0s".to_owned()),
         ..TenantChanges::default()
     };
-    assert_eq!(command, Command::TenantSet(TenantSet { name: "acme".to_owned(), changes }));
+    assert_eq!(command, Command::TenantSet(TenantSet { name: "acme".to_owned(), changes, force: false }));
     assert!(text.starts_with("tenant      acme\n"), "{text}");
     let outcome = alone("tenant set acme");
     assert_eq!(outcome.code, failure::USAGE);
     assert_eq!(
         outcome.stderr,
-        "error: nothing to change about `acme`\nhint: give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup, --retention or a quota\n"
+        "error: nothing to change about `acme`\nhint: give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup, --retention, a quota or a limit such as --cpu-max\n"
     );
 }
 
@@ -230,6 +238,8 @@ lookup      on
 retention   10m
 gateway     running, pid 4242, 0 restarts
 created     2026-09-21 14:13:20 UTC
+device      0B of KV blocks
+limits      none
 "
     );
 }
@@ -389,6 +399,9 @@ fn status() -> StatusInfo {
             threads: Some(2),
             weight_bytes: Some(144_811_072),
             kv_bytes: None,
+            scratch_bytes: Some(3 << 20),
+            pinned_bytes: Some(0),
+            memory_bytes: None,
             block_size: 16,
             max_model_len: Some(8_192),
             blocks_total: Some(1_000),
@@ -428,6 +441,9 @@ smollm2  ready  llama         cpu     q8     f16  avx2           2  138.1MiB    
 
 MODEL    BLOCKS  FREE  CACHED  HELD  BLOCK SIZE  RUNNING  WAITING  STEPS  LAST STEP
 smollm2    1000   984       9     7          16        1        2  12345   1.2s ago
+
+MODEL     WEIGHTS  KV  SCRATCH  PINNED  CGROUP
+smollm2  138.1MiB   -   3.0MiB      0B       -
 
 TENANT  STATE  PORT  MODEL    KV FLOOR  KV CEILING  HELD  CACHED  RUNNING  WAITING  KEYS  LOOKUP  GATEWAY
 acme    ready  8101  smollm2       20%         50%     7       9        1        2     1  on         4242

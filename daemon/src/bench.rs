@@ -23,6 +23,7 @@ use pagedd_core::said;
 use pagedd_host::fdstore::FdStore;
 
 use crate::start::{lock_gpus, start_log, surroundings};
+use crate::walls::Walls;
 use crate::watchdog::Watchdog;
 use cases::Bench;
 use load::Draw;
@@ -78,7 +79,8 @@ fn checked(case: &Case) -> Result<Config, String> {
 }
 
 fn run(case: &Case, config: &Config) -> anyhow::Result<()> {
-    let around = surroundings(config, Arc::new(FdStore::without_manager()), Watchdog::unwatched())?;
+    let store = Arc::new(FdStore::without_manager());
+    let around = surroundings(config, store, Watchdog::unwatched(), Arc::new(Walls::none()))?;
     let mut paper = Paper::new(case);
     for model in config.models.iter().flat_map(|model| case.models(model)) {
         let limit = Duration::from_secs(case.run().limit.into());

@@ -15,7 +15,7 @@ Exit codes:
   69  a tenant's port or a model's GPU is in use
   71  the host refused something: a socket, a process
   73  the state directory, control.db or journal.db cannot be used, or another pagedd uses it; or a checkpoint is refused
-  78  the configuration is wrong; nothing was started";
+  78  the configuration is wrong, or requires cgroups that the host does not give; nothing was started";
 
 /// Serves large language models to many tenants, each on its own port.
 #[derive(Parser, Debug)]

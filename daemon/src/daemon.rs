@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pagedd_control::{
     Command, ControlError, DrainState, Durable, ErrorCode, KeyInfo, KeyListed, MetricsText, ReloadInfo,
-    Reply, SandboxState, StatusInfo, Supervisor, TenantInfo, TenantListed, TenantSet, TenantShown, Walls,
+    Reply, SandboxState, StatusInfo, Supervisor, TenantInfo, TenantListed, TenantShown,
 };
 use pagedd_core::{FinishReason, ModelId};
 use pagedd_engine::StepRecord;
@@ -31,6 +31,7 @@ use crate::status;
 use crate::supervision::Standing;
 use crate::tenants::{Tenant, TenantShop, Unserved};
 use crate::usage::Collector;
+use crate::walls;
 use crate::watchdog::Pulse;
 use crate::worker::ModelState;
 
@@ -47,8 +48,6 @@ pub struct Facts {
     pub state_dir: PathBuf,
     /// Its configuration file.
     pub config: Option<PathBuf>,
-    /// Whether limits are enforced by the kernel.
-    pub walls: Walls,
     /// What holds the gateways.
     pub sandbox: SandboxState,
     /// Who restarts it.
@@ -210,7 +209,7 @@ impl Daemon {
     async fn obey(&mut self, command: Command) -> Result<Reply, ControlError> {
         Ok(match command {
             Command::TenantAdd(spec) => Reply::TenantAdded(self.add(spec).await?),
-            Command::TenantSet(TenantSet { name, changes }) => Reply::Tenant(self.set(&name, changes).await?),
+            Command::TenantSet(set) => Reply::Tenant(self.set(set).await?),
             Command::TenantRemove(remove) => Reply::TenantRemoved(self.remove(remove).await?),
             Command::TenantList => Reply::Tenants(TenantListed { tenants: self.infos() }),
             Command::TenantShow(name) => Reply::Tenant(self.shown(&name.name)?),
@@ -233,7 +232,9 @@ impl Daemon {
             Command::Usage(ask) => Reply::Usage(self.usage.report(ask).await?),
             Command::Metrics => {
                 let drain = self.drain_info().await;
-                let text = self.shop.exporter.all(&self.models, &self.tenants, &self.facts, &drain).await;
+                let walls = self.shop.walls.shown();
+                let text =
+                    self.shop.exporter.all(&self.models, &self.tenants, &self.facts, &walls, &drain).await;
                 Reply::Metrics(MetricsText { text })
             }
         })
@@ -248,7 +249,7 @@ impl Daemon {
             state_dir: self.facts.state_dir.display().to_string(),
             config: self.facts.config.as_ref().map(|path| path.display().to_string()),
             reload: self.reload.clone(),
-            walls: self.facts.walls.clone(),
+            walls: self.shop.walls.shown(),
             sandbox: self.facts.sandbox.clone(),
             durable: durable(&self.durability.borrow()),
             supervisor: self.facts.supervisor,
@@ -275,9 +276,15 @@ impl Daemon {
 
     fn shown(&self, name: &str) -> Result<TenantShown, ControlError> {
         if let Some(unserved) = self.unserved.get(name) {
-            return Ok(TenantShown { tenant: unserved.info(&self.shop), notes: Vec::new() });
+            let wall = walls::unserved(unserved.record.limits.as_deref()).into();
+            return Ok(TenantShown { tenant: unserved.info(&self.shop), wall, notes: Vec::new() });
         }
-        Ok(TenantShown { tenant: self.tenant(name)?.info(&self.shop), notes: Vec::new() })
+        let tenant = self.tenant(name)?;
+        Ok(TenantShown {
+            tenant: tenant.info(&self.shop),
+            wall: tenant.wall.info(tenant.device_bytes()).into(),
+            notes: Vec::new(),
+        })
     }
 
     fn model(&self, name: Option<&str>) -> Result<&Arc<Model>, ControlError> {

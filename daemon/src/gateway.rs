@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use fail::fail_point;
 use pagedd_core::{RequestId, SamplingParams, TenantId};
 use pagedd_engine::{Command, InboxFull, Submission};
+use pagedd_host::hierarchy::Cgroup;
 use pagedd_host::{Identity, Pidfd};
 use pagedd_journal::{Admission, Idempotency, SavedRequest};
 use pagedd_wire::gateway::{
@@ -123,6 +124,8 @@ pub struct GatewayTask {
     pub name: String,
     /// The uid and gid it runs as, where the daemon may choose.
     pub identity: Option<Identity>,
+    /// The cgroup it runs in, where it has one.
+    pub cgroup: Option<Arc<Cgroup>>,
     /// The tenant's port.
     pub listener: OwnedFd,
     /// What it serves.
@@ -227,6 +230,7 @@ impl GatewayTask {
             identity: self.identity.map(|identity| (identity.uid, identity.gid)),
             listener: self.listener.try_clone().map_err(failed)?,
             socket: theirs,
+            cgroup: self.cgroup.as_ref().map(|cgroup| cgroup.fd()).transpose().map_err(failed)?,
         };
         fail_point!("gateway-fork", |_| Err(ForkError("fail point gateway-fork".to_owned())));
         let forked = self.model.template.fork(fork).await?;

@@ -64,6 +64,7 @@ mod supervision;
 mod template;
 mod tenants;
 mod usage;
+mod walls;
 mod watchdog;
 mod worker;
 

@@ -7,9 +7,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use pagedd_control::{DrainInfo, DrainState};
+use pagedd_control::{DrainInfo, DrainState, Walls};
 use pagedd_core::{Blocks, FinishReason, Quota, TenantId};
 use pagedd_engine::EngineStats;
+use pagedd_host::hierarchy::{Pressure, Usage};
 use pagedd_journal::Durability;
 use pagedd_sched::TenantStats;
 use prometheus_client::collector::Collector;
@@ -157,6 +158,7 @@ impl Exporter {
         models: &[Arc<Model>],
         tenants: &BTreeMap<String, Tenant>,
         facts: &Facts,
+        walls: &Walls,
         drain: &DrainInfo,
     ) -> String {
         let counters = self.counters().await;
@@ -177,16 +179,17 @@ impl Exporter {
         families.gauge("pagedd_journal_lost_records", help, &none, lost as f64);
         let help = "Requests that this daemon found damaged, or with which earlier ones had ended.";
         families.counter("pagedd_requests_set_aside", help, &none, self.set_aside);
-        let full = matches!(facts.walls, pagedd_control::Walls::Full);
+        let full = matches!(walls, Walls::Full);
         families.gauge(
-            "pagedd_walls_full",
-            "Whether limits between tenants are enforced by the kernel.",
+            "pagedd_walls",
+            "Whether every limit between tenants is enforced by the kernel: 1, or 0 where not all of them are.",
             &none,
             u8::from(full),
         );
         let full = matches!(facts.sandbox, pagedd_control::SandboxState::Full);
         let help = "Whether gateways are held by all that the sandbox can be made of.";
         families.gauge("pagedd_sandbox_full", help, &none, u8::from(full));
+        cells(&mut families, models, tenants).await;
         admission(&mut families, drain);
         for model in models {
             let stats = model.stats.borrow().clone();
@@ -210,6 +213,87 @@ impl Exporter {
             vllm(&mut families, model, &view, numbers.iter().map(|(of, counted)| (of, counted)));
         }
         families.render()
+    }
+}
+
+/// What cgroups count, and beside it what no cgroup does: memory of devices, and what is pinned for them.
+async fn cells(families: &mut Families, models: &[Arc<Model>], tenants: &BTreeMap<String, Tenant>) {
+    let cgroups: Vec<_> = tenants.values().map(|tenant| tenant.wall.cgroup()).collect();
+    // A dozen small files each: not on the thread that delivers tokens.
+    let read = move || cgroups.iter().map(|cgroup| cgroup.as_ref().map(|cgroup| cgroup.usage())).collect();
+    let usages: Vec<_> = tokio::task::spawn_blocking(read).await.unwrap_or_default();
+    for (owner, usage) in tenants.values().zip(usages) {
+        let labels: Labels = vec![("tenant", owner.record.name.clone()), ("model", owner.model.name.clone())];
+        let help = "Whether each limit of the tenant is enforced by the kernel as it was given.";
+        families.gauge("pagedd_tenant_walls", help, &labels, u8::from(owner.wall.stands()));
+        let help = "Memory of the model's device that the tenant's KV blocks take, held and cached ones.";
+        families.gauge("pagedd_tenant_device_bytes", help, &labels, owner.device_bytes() as f64);
+        if let Some(usage) = usage {
+            cell(families, &labels, &usage);
+        }
+    }
+    for model in models {
+        let labels = device(model);
+        if let Some(memory) = model.cell.as_ref().and_then(|cell| cell.memory()) {
+            let help = "Memory that the cgroup of the model's workers is charged with.";
+            families.gauge("pagedd_worker_memory_bytes", help, &labels, memory as f64);
+        }
+        let state = model.state.borrow();
+        let Some(info) = state.model().map(|ready| &ready.info) else { continue };
+        let help = "Memory of the model's device, by what it is for.";
+        let kinds = [
+            ("weights", info.weight_bytes),
+            ("kv", info.block_bytes * u64::from(info.blocks)),
+            ("scratch", info.scratch_bytes),
+        ];
+        for (kind, bytes) in kinds {
+            let mut labels = labels.clone();
+            labels.push(("kind", kind.to_owned()));
+            families.gauge("pagedd_worker_device_bytes", help, &labels, bytes as f64);
+        }
+        let help = "Memory of the host that is pinned for the device.";
+        families.gauge("pagedd_worker_pinned_bytes", help, &labels, info.pinned_bytes as f64);
+    }
+}
+
+/// What a tenant's cgroup counts.
+fn cell(families: &mut Families, labels: &Labels, usage: &Usage) {
+    let gauges = [
+        ("pagedd_tenant_memory_bytes", "Memory of the tenant's gateway.", usage.memory.map(|bytes| bytes.0)),
+        (
+            "pagedd_tenant_memory_peak_bytes",
+            "The most that its memory was.",
+            usage.memory_peak.map(|bytes| bytes.0),
+        ),
+        ("pagedd_tenant_pids", "Processes and threads of the tenant's gateway.", usage.pids),
+    ];
+    for (name, help, value) in gauges {
+        if let Some(value) = value {
+            families.gauge(name, help, labels, value as f64);
+        }
+    }
+    let counts = [
+        ("pagedd_tenant_oom_kills", "Gateways killed for want of memory.", usage.oom_kills),
+        ("pagedd_tenant_pids_refused", "Threads refused by pids.max.", usage.pids_refused),
+        ("pagedd_tenant_cpu_microseconds", "CPU time of the tenant's gateway.", usage.cpu_us),
+        ("pagedd_tenant_throttled_microseconds", "Time for which cpu.max held it up.", usage.throttled_us),
+    ];
+    for (name, help, value) in counts {
+        if let Some(value) = value {
+            families.counter(name, help, labels, value);
+        }
+    }
+    let help = "Time that the tenant's gateway waited for something: some of its threads, or all of them.";
+    let pressures =
+        [("cpu", usage.cpu_pressure), ("memory", usage.memory_pressure), ("io", usage.io_pressure)];
+    for (resource, pressure) in pressures {
+        let Some(Pressure { some, full }) = pressure else { continue };
+        for (threads, stall) in [("some", Some(some)), ("full", full)] {
+            let Some(stall) = stall else { continue };
+            let mut labels = labels.clone();
+            labels.extend([("resource", resource.to_owned()), ("threads", threads.to_owned())]);
+            families.counter("pagedd_tenant_pressure_microseconds", help, &labels, stall.total_us);
+        }
     }
 }
 

@@ -31,6 +31,7 @@ use crate::hub::Ticket;
 use crate::recorder::Told;
 use crate::settings;
 use crate::template::{TemplateHandle, TemplateSpec};
+use crate::walls::{Walls, WorkerCell};
 use crate::watchdog::{Pulse, Watchdog};
 use crate::worker::{Environment, ModelState, WorkerProcess, WorkerSpec};
 
@@ -66,6 +67,8 @@ pub struct Model {
     pub template: TemplateHandle,
     /// Of its worker.
     pub reins: Arc<Reins>,
+    /// The cgroup of its workers, where they have one.
+    pub cell: Option<Arc<WorkerCell>>,
     /// What a copy of its KV blocks is made from, once its engine runs.
     pub shelf: Arc<OnceLock<Shelf>>,
     /// Zero of its engine's clock.
@@ -125,6 +128,8 @@ pub struct Surroundings {
     pub env: Environment,
     /// Expects signs of every engine's thread.
     pub watchdog: Arc<Watchdog>,
+    /// Their cgroups.
+    pub walls: Arc<Walls>,
 }
 
 /// Starts a model's thread. It loads at once.
@@ -138,6 +143,7 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
         program: around.programs.join("pagedd-gateway"),
         path: config.path.display().to_string(),
         env: around.env.clone(),
+        walls: around.walls.clone(),
     })?;
     let start = Instant::now();
     let worker = worker(config, around, state_sender);
@@ -154,6 +160,7 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
         stats,
         template,
         reins: worker.reins(),
+        cell: worker.cell(),
         shelf: Arc::default(),
         start,
     });
@@ -173,6 +180,7 @@ pub fn worker(config: &Settings, around: &Surroundings, state: watch::Sender<Mod
         program: around.programs.join("pagedd-worker"),
         hello: settings::hello(config),
         env: around.env.iter().cloned().chain(settings::device_env(config.device)).collect(),
+        cell: around.walls.workers(config.name.as_str()),
     };
     let pulse = around.watchdog.pulse(format!("engine-{}", spec.model));
     WorkerProcess::new(spec, around.store.clone(), state, pulse)

@@ -20,7 +20,7 @@ use clap::Parser;
 use pagedd_config::{
     ComputeDtype, Config, ConfigError, Device, Fsync, KvDtype, LogFormat, LogLevel, Overrides, program_folder,
 };
-use pagedd_control::{DrainState, Supervisor, Walls};
+use pagedd_control::{DrainState, Supervisor};
 use pagedd_core::{TenantId, said};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::identity::Identities;
@@ -60,6 +60,7 @@ use crate::sandbox;
 use crate::supervision::{self, Standing};
 use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
 use crate::usage::{self, Collector};
+use crate::walls::Walls;
 use crate::watchdog::Watchdog;
 
 /// What `fsync: interval` means: the loss of power costs at most so much.
@@ -183,7 +184,9 @@ fn run(config: Config, cli: Cli) -> Result<End, Failure> {
         .thread_name("pagedd-io")
         .build()
         .context("runtime")?;
-    let around = surroundings(&config, store.clone(), Watchdog::from_env())?;
+    // Before there is another process or thread: whatever is started from here on is in its place from the start.
+    let walls = Walls::build(config.cgroups).map_err(|e| Failure::new(exit::CONFIG, e))?;
+    let around = surroundings(&config, store.clone(), Watchdog::from_env(), Arc::new(walls))?;
     let lifeline = keeper::lifeline();
     // The keeper waits by itself.
     if lifeline.is_none() {
@@ -207,6 +210,7 @@ fn run(config: Config, cli: Cli) -> Result<End, Failure> {
     let result = runtime.block_on(serve(config, db, journal, begun));
     // Engines that did not end in time are not waited for: their workers end with our sockets.
     runtime.shutdown_background();
+    walls.clear();
     drop((lock, gpus));
     result
 }
@@ -289,11 +293,13 @@ pub fn surroundings(
     config: &Config,
     store: Arc<FdStore>,
     watchdog: Arc<Watchdog>,
+    walls: Arc<Walls>,
 ) -> anyhow::Result<Surroundings> {
     Ok(Surroundings {
         programs: programs()?,
         store,
         watchdog,
+        walls,
         env: vec![
             ("PAGEDD_LOG".into(), config.log.level.as_str().into()),
             ("PAGEDD_LOG_FORMAT".into(), config.log.format.as_str().into()),
@@ -320,16 +326,16 @@ async fn serve(
     begun: Begun,
 ) -> Result<End, Failure> {
     let Begun { around, mut reloaded, lifeline, start, configuration } = begun;
-    let store = around.store.clone();
+    let (store, walls) = (around.store.clone(), around.walls.clone());
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
     let hangup = signal(SignalKind::hangup()).context("SIGHUP")?;
     let kept = lifeline.is_some();
-    // Whatever the host offers.
-    let walls = Walls::Reduced { reason: "cgroup limits are not applied yet".to_owned() };
     let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
     let records = db.tenants().map_err(|e| state_failure(&e))?;
     let known: Vec<TenantId> = records.iter().map(|tenant| tenant.id).collect();
+    let configured = config.models.iter().map(|model| model.name.as_str());
+    walls.sweep(records.iter().map(|tenant| tenant.name.as_str()), configured);
     let own_retentions: Vec<(TenantId, Duration)> =
         records.iter().filter_map(|tenant| Some((tenant.id, own_retention(tenant)?))).collect();
     let recorder::Found { live: restored, set_aside } =
@@ -360,6 +366,7 @@ async fn serve(
         going: Going::Not,
         retention: config.retention,
         identities,
+        walls,
     };
     // Every port is bound before anything is loaded: a port that is taken must not cost minutes to find out.
     let (records, without_model): (Vec<_>, Vec<_>) = records
@@ -425,7 +432,6 @@ async fn serve(
     let facts = Facts {
         state_dir: config.state_dir.clone(),
         config: config.file.clone(),
-        walls,
         sandbox: held.state(),
         supervisor: if kept { Supervisor::Keeper } else { Supervisor::Systemd },
         start,

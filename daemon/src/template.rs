@@ -18,6 +18,7 @@ use tracing::{info, warn};
 
 use crate::backoff::Backoff;
 use crate::child::{OwnChild, Reins};
+use crate::walls::Walls;
 use crate::worker::{CHILD_SOCKET, Environment};
 
 /// Longest time from start to `Ready`: a tokenizer of 128k entries takes about a second.
@@ -39,6 +40,8 @@ pub struct TemplateSpec {
     pub path: String,
     /// The child's environment.
     pub env: Environment,
+    /// Its cgroup.
+    pub walls: Arc<Walls>,
 }
 
 /// A gateway to be.
@@ -51,6 +54,8 @@ pub struct Fork {
     pub listener: OwnedFd,
     /// Its end of the daemon's socket pair.
     pub socket: UnixStream,
+    /// Its cgroup's directory, where it has one.
+    pub cgroup: Option<OwnedFd>,
 }
 
 /// A gateway that was forked. Not our child: the pidfd is the only way to know of its end.
@@ -195,7 +200,7 @@ impl Template {
                 args: Vec::new(),
                 env: self.spec.env.clone(),
                 fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
-                cgroup: None,
+                cgroup: self.spec.walls.template(),
                 identity: None,
                 sandbox: Sandbox { no_new_privs: true, capabilities: Capabilities::Users },
             })
@@ -255,7 +260,7 @@ impl Template {
             ticket: self.tickets,
             tenant: fork.tenant.clone(),
             identity: fork.identity,
-            cgroup: false,
+            cgroup: fork.cgroup.is_some(),
         };
         let result = Self::exchange(channel, &message, fork, self.tickets);
         if result.is_err() {
@@ -271,7 +276,9 @@ impl Template {
         fork: &Fork,
         expected: u64,
     ) -> Result<Result<Forked, ForkError>, ChannelError> {
-        channel.send(message, &[fork.listener.as_fd(), fork.socket.as_fd()])?;
+        let fds = [fork.listener.as_fd(), fork.socket.as_fd()];
+        let fds: Vec<_> = fds.into_iter().chain(fork.cgroup.as_ref().map(AsFd::as_fd)).collect();
+        channel.send(message, &fds)?;
         loop {
             match channel.recv_timeout(FORK)? {
                 FromTemplate::Forked { ticket, pid } => {

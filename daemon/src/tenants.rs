@@ -34,6 +34,7 @@ use crate::model::Model;
 use crate::ports;
 use crate::quota::Accounts;
 use crate::recorder::Told;
+use crate::walls::{TenantWall, Walls};
 use crate::worker::ModelState;
 
 /// How long an engine may take to answer an admin command: nobody else is obeyed meanwhile.
@@ -52,6 +53,8 @@ pub struct Tenant {
     pub model: Arc<Model>,
     /// Its floor and ceiling, as amounts.
     pub share: ShareAmounts,
+    /// Its limits, and the cgroup that keeps them.
+    pub wall: TenantWall,
     /// Its uid and gid, where the daemon may choose.
     identity: Option<Identity>,
     listener: OwnedFd,
@@ -162,6 +165,8 @@ pub struct TenantShop {
     pub retention: Duration,
     /// Gives every gateway a user of its own; `None` where the daemon may not choose.
     pub identities: Option<Mutex<Identities>>,
+    /// Where gateways' cgroups are.
+    pub walls: Arc<Walls>,
 }
 
 impl TenantShop {
@@ -240,6 +245,7 @@ impl TenantShop {
     ) -> Result<Tenant, ControlError> {
         let internal = |e: std::io::Error| ControlError::new(ErrorCode::Internal, e.to_string());
         let identity = self.identity()?;
+        let wall = self.walls.restored(&record.name, record.limits.as_deref());
         let facts = watch::Sender::new(TenantFacts {
             keys: key_entries(&record, &keys),
             suspended: record.suspended,
@@ -258,6 +264,7 @@ impl TenantShop {
             tenant: record.id,
             name: record.name.clone(),
             identity,
+            cgroup: wall.cgroup(),
             listener: listener.try_clone().map_err(internal)?,
             model: model.clone(),
             facts: facts.subscribe(),
@@ -268,7 +275,8 @@ impl TenantShop {
             broken: None,
         };
         let task = tokio::spawn(task.run());
-        Ok(Tenant { record, keys, model: model.clone(), share, identity, listener, facts, gateway, task })
+        let model = model.clone();
+        Ok(Tenant { record, keys, model, share, wall, identity, listener, facts, gateway, task })
     }
 }
 
@@ -353,6 +361,7 @@ impl Tenant {
         if let Err(error) = self.task.await {
             warn!(tenant = self.record.name, %error, "gateway task");
         }
+        self.wall.remove().await;
     }
 
     /// Puts share and switches into force, once the model's pool has a size.
@@ -390,6 +399,14 @@ impl Tenant {
             let _ = sender.send(result);
         });
         (Command::SetTenant { tenant: self.id(), share, prompt_lookup, reply }, answer)
+    }
+
+    /// Bytes of its model's device that its blocks take.
+    pub fn device_bytes(&self) -> u64 {
+        let stats = self.model.stats.borrow();
+        let blocks = stats.scheduler.tenant(self.id()).map_or(0, |numbers| numbers.held.0 + numbers.cached.0);
+        let state = self.model.state.borrow();
+        state.model().map_or(0, |model| u64::from(blocks) * model.info.block_bytes)
     }
 
     /// As `pagedctl` shows it.

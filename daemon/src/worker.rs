@@ -33,6 +33,7 @@ use crate::backoff::Backoff;
 use crate::blocks::{Seed, Shelf};
 use crate::child::{OwnChild, Reins};
 use crate::convert;
+use crate::walls::{WorkerCell, WorkerLeaf};
 use crate::watchdog::{Pulse, TURN};
 
 /// The fd that a child finds its socket on.
@@ -121,11 +122,15 @@ pub struct WorkerSpec {
     pub hello: Hello,
     /// The child's environment.
     pub env: Environment,
+    /// The cgroup of the model's workers, where they have one.
+    pub cell: Option<Arc<WorkerCell>>,
 }
 
 struct Running {
     child: OwnChild,
     channel: Channel,
+    /// After the child: it goes once nobody is in it.
+    leaf: Option<WorkerLeaf>,
 }
 
 #[derive(Clone, Copy)]
@@ -217,6 +222,11 @@ impl WorkerProcess {
         self.reins.clone()
     }
 
+    /// The cgroup of the model's workers.
+    pub fn cell(&self) -> Option<Arc<WorkerCell>> {
+        self.spec.cell.clone()
+    }
+
     /// Where it computes.
     pub fn device(&self) -> Device {
         self.spec.hello.device
@@ -231,6 +241,10 @@ impl WorkerProcess {
     pub fn start(&mut self) -> Result<ModelInfo, WorkersExhausted> {
         self.pulse.busy(DEATH);
         self.arenas.settle();
+        if let Some(Err(error)) = self.spec.cell.as_ref().map(|cell| cell.settle()) {
+            warn!(model = self.spec.model, %error, "a worker of an earlier daemon may still write: its KV arena is not used again");
+            self.arenas.forget_kv();
+        }
         let info = self.bring_up()?;
         self.failed_launches = 0;
         Ok(info)
@@ -423,12 +437,16 @@ impl WorkerProcess {
             Device::Cpu => Vec::new(),
             Device::Cuda { ordinal } => vec!["--gpu".into(), ordinal.to_string().into()],
         };
+        let refused = |what: &str, e: &dyn std::fmt::Display| StartError::Retry(format!("{what}: {e}"));
+        let leaf =
+            spec.cell.as_ref().map(|cell| cell.next()).transpose().map_err(|e| refused("cgroup", &e))?;
+        let cgroup = leaf.as_ref().map(WorkerLeaf::fd).transpose().map_err(|e| refused("cgroup", &e))?;
         let child = pagedd_host::spawn(Spawn {
             program: spec.program.clone(),
             args,
             env: spec.env.clone(),
             fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
-            cgroup: None,
+            cgroup,
             identity: None,
             sandbox: Sandbox { no_new_privs: true, capabilities: Capabilities::None },
         })
@@ -447,14 +465,18 @@ impl WorkerProcess {
         // A worker that hangs need not read either.
         ours.set_write_timeout(Some(STEP_DEADLINE)).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
         let channel = Channel::new(ours).map_err(|e| StartError::Retry(format!("socket: {e}")))?;
-        Ok(Running { child, channel })
+        Ok(Running { child, channel, leaf })
     }
 
     /// Ends the old worker and proves it gone, so that no two processes ever write one arena.
     fn fence(&mut self) -> Result<(), String> {
-        let Some(Running { child, channel }) = self.running.take() else { return Ok(()) };
+        let Some(Running { child, channel, leaf }) = self.running.take() else { return Ok(()) };
         drop(channel);
         child.kill().map_err(|e| format!("kill worker {}: {e}", child.pid()))?;
+        // Whatever it may have started goes with it.
+        if let Some(Err(error)) = leaf.as_ref().map(WorkerLeaf::end) {
+            return Err(format!("worker {}: {error}; its device is unsafe to use", child.pid()));
+        }
         match child.wait(DEATH) {
             Ok(Some(status)) => {
                 info!(model = self.spec.model, pid = child.pid(), ?status, "worker ended");

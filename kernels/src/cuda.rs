@@ -42,7 +42,7 @@ pub use gemm::{
 pub use graph::Graph;
 pub use launch::Half;
 pub use norm::{AddNorm, add_rms_norm};
-pub use pinned::{Pinned, PinnedRing};
+pub use pinned::{Pinned, PinnedRing, pinned_bytes};
 pub use rope::{DeviceAngles, RopeIntoKv, rope_into_kv};
 pub use sample::{Drawn, Ranked, SampleRow, Sampler};
 pub use shared::SharedBuffer;

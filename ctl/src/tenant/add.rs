@@ -1,6 +1,6 @@
 //! `pagedctl tenant add`.
 
-use super::{Switch, amount, name, port, quotas, retention};
+use super::{Limits, Switch, amount, name, port, quotas, retention};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
@@ -36,6 +36,8 @@ pub struct Args {
     retention: Option<String>,
     #[command(flatten)]
     quotas: quotas::Args,
+    #[command(flatten)]
+    limits: Limits,
 }
 
 /// The tenant, its key and a line to try it with.
@@ -51,6 +53,7 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         prompt_lookup: args.prompt_lookup.map(bool::from),
         retention: retention(args.retention.as_deref())?,
         quotas: args.quotas.changes()?,
+        limits: args.limits.texts()?.into(),
     };
     context.ask(Command::TenantAdd(spec), |reply| match reply {
         Reply::TenantAdded(added) => Some(render(added)),

@@ -11,7 +11,8 @@ pub mod suspend;
 
 use crate::failure::Failure;
 use clap::ValueEnum;
-use pagedd_config::{Amount, MAX_RETENTION, Span, SpanError, TenantName};
+use pagedd_config::{Amount, CgroupLimits, MAX_RETENTION, Span, SpanError, TenantName, set_limit};
+use pagedd_control::LimitTexts;
 
 /// The value of a switch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -53,6 +54,62 @@ fn retention(text: Option<&str>) -> Result<Option<String>, Failure> {
         Ok(span.to_string())
     };
     text.map(read).transpose()
+}
+
+/// Limits of a tenant's processes. `max` or `default` takes one away.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Limits of its gateway's processes (`max` or `default` takes one away)")]
+struct Limits {
+    /// CPU time: 50% of one CPU, or 2.5 CPUs
+    #[arg(long, value_name = "TIME")]
+    cpu_max: Option<String>,
+    /// Part of the CPUs beside other tenants, from 1 to 10000 [default: 100]
+    #[arg(long, value_name = "WEIGHT")]
+    cpu_weight: Option<String>,
+    /// Which CPUs, for example 0-3,8; those that are offline are left out
+    #[arg(long, value_name = "CPUS")]
+    cpuset: Option<String>,
+    /// Memory, for example 256MiB; a gateway that needs more is ended and started again
+    #[arg(long, value_name = "SIZE")]
+    memory_max: Option<String>,
+    /// Memory beyond which the gateway is held up while the kernel takes some back
+    #[arg(long, value_name = "SIZE")]
+    memory_high: Option<String>,
+    /// Processes and threads
+    #[arg(long, value_name = "NUMBER")]
+    pids_max: Option<String>,
+    /// Rates of a block device, for example "/dev/sda rbps=10MiB wiops=100" or "8:0 wbps=5MiB"; once for each device
+    #[arg(long, value_name = "RATES")]
+    io_max: Vec<String>,
+    /// Part of block devices beside other tenants, from 1 to 10000 [default: 100]
+    #[arg(long, value_name = "WEIGHT")]
+    io_weight: Option<String>,
+}
+
+impl Limits {
+    /// As the daemon reads them, checked before it is asked.
+    fn texts(&self) -> Result<LimitTexts, Failure> {
+        let texts = LimitTexts {
+            cpu_max: self.cpu_max.clone(),
+            cpu_weight: self.cpu_weight.clone(),
+            cpus: self.cpuset.clone(),
+            memory_max: self.memory_max.clone(),
+            memory_high: self.memory_high.clone(),
+            pids_max: self.pids_max.clone(),
+            io_max: (!self.io_max.is_empty()).then(|| self.io_max.join("; ")),
+            io_weight: self.io_weight.clone(),
+        };
+        let mut checked = CgroupLimits::default();
+        for (name, text) in texts.given() {
+            let option = match name.file() {
+                "cpuset.cpus" => "cpuset".to_owned(),
+                file => file.replace('.', "-"),
+            };
+            set_limit(&mut checked, name, text)
+                .map_err(|error| Failure::usage(format!("--{option}: {error}")))?;
+        }
+        Ok(texts)
+    }
 }
 
 /// A port that can be bound.

@@ -1,6 +1,6 @@
 //! `pagedctl tenant set`.
 
-use super::{Switch, amount, name, port, quotas, retention};
+use super::{Limits, Switch, amount, name, port, quotas, retention};
 use crate::context::Context;
 use crate::failure::Failure;
 use crate::show;
@@ -31,6 +31,11 @@ pub struct Args {
     retention: Option<String>,
     #[command(flatten)]
     quotas: quotas::Args,
+    #[command(flatten)]
+    limits: Limits,
+    /// Set limits below what is in use, too: the kernel takes back what it can, and may end the gateway
+    #[arg(long)]
+    force: bool,
 }
 
 /// The tenant as it is then.
@@ -43,19 +48,20 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         prompt_lookup: args.prompt_lookup.map(bool::from),
         retention: retention(args.retention.as_deref())?,
         quotas: args.quotas.changes()?,
+        limits: args.limits.texts()?.into(),
     };
     let name = name(&args.name)?;
     if changes.is_empty() {
         return Err(Failure::Usage {
             message: format!("nothing to change about `{name}`"),
             hint: Some(
-                "give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup, --retention or a quota"
+                "give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup, --retention, a quota or a limit such as --cpu-max"
                     .to_owned(),
             ),
         });
     }
-    context.ask(Command::TenantSet(TenantSet { name, changes }), |reply| match reply {
-        Reply::Tenant(shown) => Some(format!("{}{}", show::tenant(&shown.tenant), show::notes(&shown.notes))),
+    context.ask(Command::TenantSet(TenantSet { name, changes, force: args.force }), |reply| match reply {
+        Reply::Tenant(shown) => Some(format!("{}{}", show::tenant(shown), show::notes(&shown.notes))),
         _ => None,
     })
 }

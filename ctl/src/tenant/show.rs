@@ -17,7 +17,7 @@ pub struct Args {
 pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
     let command = Command::TenantShow(TenantName { name: name(&args.name)? });
     context.ask(command, |reply| match reply {
-        Reply::Tenant(shown) => Some(show::tenant(&shown.tenant)),
+        Reply::Tenant(shown) => Some(show::tenant(shown)),
         _ => None,
     })
 }

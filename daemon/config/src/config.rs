@@ -4,8 +4,8 @@ use crate::leaf::{Auto, Maybe, unknown_word};
 use crate::locate::{check_keys, describe, place_of};
 use crate::raw::{RawConfig, RawGateway, RawLog, RawModel};
 use crate::{
-    Amount, ComputeDtype, ConfigError, DEFAULT_STATE_DIR, Device, Fsync, KvDtype, LogFormat, LogLevel,
-    ModelName, Policy, Size, Span, shown,
+    Amount, Cgroups, ComputeDtype, ConfigError, DEFAULT_STATE_DIR, Device, Fsync, KvDtype, LogFormat,
+    LogLevel, ModelName, Policy, Size, Span, shown,
 };
 use pagedd_core::{Bytes, Tokens};
 use std::fs::File;
@@ -47,6 +47,8 @@ pub struct Config {
     pub gateway: Gateway,
     /// User ids for the tenants' gateways, used when started as root.
     pub tenant_uids: UidRange,
+    /// Whether tenants' limits are the kernel's to enforce.
+    pub cgroups: Cgroups,
     /// When the journal is on disk.
     pub fsync: Fsync,
     /// How long a finished request can be attached to.
@@ -250,6 +252,7 @@ impl Source<'_> {
             log,
             gateway,
             tenant_uids,
+            cgroups,
             fsync,
             retention,
             reattach_grace,
@@ -287,6 +290,7 @@ impl Source<'_> {
                 first: range.first,
                 last: range.last,
             }),
+            cgroups: cgroups.unwrap_or(Cgroups::Auto),
             fsync: fsync.unwrap_or(Fsync::Interval),
             retention: self.span(
                 &["retention"],

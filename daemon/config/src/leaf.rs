@@ -53,6 +53,7 @@ scalars!(
     LogLevel,
     LogFormat,
     Fsync,
+    Cgroups,
     Policy,
     PathText,
     Address,
@@ -191,6 +192,17 @@ words!(
         Every = "every",
         /// When the kernel likes.
         Never = "never",
+    }
+);
+words!(
+    /// Whether tenants' limits are the kernel's to enforce.
+    Cgroups {
+        /// Where it can; status says where it cannot.
+        Auto = "auto",
+        /// No start where it cannot.
+        Required = "required",
+        /// No cgroup is looked at, made or changed.
+        Off = "off",
     }
 );
 words!(

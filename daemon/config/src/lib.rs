@@ -11,6 +11,7 @@ mod config;
 mod error;
 mod installed;
 mod leaf;
+mod limits;
 mod locate;
 mod name;
 mod raw;
@@ -23,8 +24,11 @@ pub use config::{
 };
 pub use error::ConfigError;
 pub use installed::{program_folder, program_folders};
-pub use leaf::{ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, Policy};
+pub use leaf::{Cgroups, ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, Policy};
+pub use limits::{LimitError, SavedLimitsError, limit_text, load_limits, save_limits, set_limit};
 pub use name::{ModelName, NameError, TenantName};
+/// What [`set_limit`] changes.
+pub use pagedd_core::CgroupLimits;
 pub use size::{Size, SizeError};
 pub use span::{Span, SpanError};
 

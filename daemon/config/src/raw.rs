@@ -2,7 +2,7 @@
 
 use crate::leaf::{Address, Auto, BlockSize, Flag, Maybe, PathText, Ranged, UidText};
 use crate::{
-    Amount, ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, ModelName, Policy, Size, Span,
+    Amount, Cgroups, ComputeDtype, Device, Fsync, KvDtype, LogFormat, LogLevel, ModelName, Policy, Size, Span,
 };
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
@@ -31,6 +31,7 @@ section!(
         log: RawLog,
         gateway: RawGateway,
         tenant_uids: UidText,
+        cgroups: Cgroups,
         fsync: Fsync,
         retention: Span,
         reattach_grace: Span,

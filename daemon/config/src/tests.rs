@@ -37,7 +37,7 @@ fn an_empty_file_is_the_defaults_without_a_model() {
     assert_eq!((config.tenant_uids.first, config.tenant_uids.last), (61_000, 61_999));
     assert_eq!((config.retention, config.reattach_grace), (Duration::from_mins(10), Duration::from_mins(1)));
     assert_eq!(config.drain_timeout, Duration::from_secs(30));
-    assert_eq!(config.fsync, Fsync::Interval);
+    assert_eq!((config.fsync, config.cgroups), (Fsync::Interval, Cgroups::Auto));
     assert_eq!(
         config.require_models().unwrap_err().to_string(),
         "/etc/p.yaml: no model is configured; add one: `models: { smollm2: { path: /path/to/model.gguf } }`"
@@ -89,7 +89,7 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
     let text = format!(
         "state_dir: /s\nadmin_socket: /run/a.sock\nlisten: \"::1\"\nlog: {{ level: debug, format: json }}\n\
          gateway: {{ max_body: 1MB, max_connections: 8, header_timeout: 500ms, idle_timeout: 1m }}\n\
-         tenant_uids: 70000 - 70001\nfsync: every\nretention: 0s\nreattach_grace: 2h\ndrain_timeout: 1.5m\nmodels:\n\
+         tenant_uids: 70000 - 70001\ncgroups: required\nfsync: every\nretention: 0s\nreattach_grace: 2h\ndrain_timeout: 1.5m\nmodels:\n\
          \x20 z: {{ path: {0}, dtype: f32, itl_target: 1.5s }}\n\
          \x20 a: {{ path: {0}, device: cpu, dtype: f32, kv_dtype: f16, kv_memory: 100000 tokens, block_size: 512, max_num_seqs: 1,\n\
          \x20      max_num_batched_tokens: 2048, itl_target: none, max_model_len: 4096, threads: 2, max_queued_requests: 5, prefix_cache: false,\n\
@@ -114,6 +114,7 @@ fn every_setting_is_read_and_models_keep_the_files_order() {
     assert_eq!(config.gateway.max_body, Bytes(1_000_000));
     assert_eq!(config.gateway.header_timeout, Duration::from_millis(500));
     assert_eq!((config.fsync, config.retention), (Fsync::Every, Duration::ZERO));
+    assert_eq!(config.cgroups, Cgroups::Required);
     assert_eq!(config.drain_timeout, Duration::from_secs(90));
     assert_eq!((config.tenant_uids.first, config.tenant_uids.last), (70_000, 70_001));
 }
@@ -200,6 +201,10 @@ const REFUSALS: &[(&str, &str)] = &[
     ("retention: soon\n", "1:12: retention: `soon` is no duration; write for example 30s, 10m or 500ms"),
     ("retention: 31d\n", "1:12: retention: 31d is not from 0s to 30d"),
     ("drain_timeout: 2h\n", "1:16: drain_timeout: 2h is not from 0s to 1h"),
+    (
+        "cgroups: require\n",
+        "1:10: cgroups: `require` is none of auto, required, off; did you mean `required`?",
+    ),
     (
         "tenant_uids: 0-10\n",
         "1:14: tenant_uids: `0-10` is no range of user ids; write for example 61000-61999 (0 is root's)",

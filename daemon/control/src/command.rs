@@ -1,6 +1,6 @@
 //! What can be asked.
 
-use crate::{CheckpointCommand, QuotaChanges, UsageAsk};
+use crate::{CheckpointCommand, LimitTexts, QuotaChanges, UsageAsk};
 use serde::{Deserialize, Serialize};
 
 /// One line from the client.
@@ -171,6 +171,9 @@ pub struct TenantSpec {
     /// What it may ask for.
     #[serde(default, skip_serializing_if = "QuotaChanges::is_empty")]
     pub quotas: QuotaChanges,
+    /// Limits of its processes.
+    #[serde(default)]
+    pub limits: Box<LimitTexts>,
 }
 
 /// Changes to a tenant.
@@ -180,6 +183,9 @@ pub struct TenantSet {
     pub name: String,
     /// What changes.
     pub changes: TenantChanges,
+    /// Whether a limit may be below what is in use; without it the daemon answers [`crate::ErrorCode::BelowUse`].
+    #[serde(default)]
+    pub force: bool,
 }
 
 /// What changes about a tenant; `None` leaves it as it is.
@@ -201,6 +207,9 @@ pub struct TenantChanges {
     /// What it may ask for. What was used before counts.
     #[serde(default, skip_serializing_if = "QuotaChanges::is_empty")]
     pub quotas: QuotaChanges,
+    /// Other limits of its processes; `max` and `default` take one away.
+    #[serde(default)]
+    pub limits: Box<LimitTexts>,
 }
 
 impl TenantChanges {

@@ -45,6 +45,10 @@ codes! {
     InvalidRetention = "invalid_retention",
     /// A quota is 0, or larger than can be kept.
     InvalidQuota = "invalid_quota",
+    /// A limit does not read as one, or the host has no such CPU or device.
+    InvalidLimit = "invalid_limit",
+    /// A limit is below what is in use.
+    BelowUse = "below_use",
     /// A label is too long or has control characters.
     InvalidLabel = "invalid_label",
     /// The tenant has no key of this id.

@@ -21,6 +21,7 @@ mod line;
 mod quota;
 mod reply;
 mod usage;
+mod wall;
 
 pub use checkpoint::{
     CheckpointAt, CheckpointCommand, CheckpointFile, CheckpointInfo, CheckpointListed, CheckpointListing,
@@ -41,6 +42,7 @@ pub use reply::{
     TenantState, Walls,
 };
 pub use usage::{UsageAsk, UsageBy, UsageReport, UsageRow};
+pub use wall::{LimitTexts, PressureInfo, StallInfo, UsageInfo, WallInfo};
 
 /// Version of the protocol. A daemon refuses another one by [`ErrorCode::UnsupportedProtocol`], naming both.
 pub const PROTOCOL: u32 = 1;

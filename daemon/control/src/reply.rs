@@ -2,7 +2,7 @@
 
 use crate::{
     CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError, QuotaInfo,
-    UsageReport,
+    UsageReport, WallInfo,
 };
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -96,6 +96,9 @@ pub struct TenantShown {
     /// What the operator should know beside, of what was just done.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+    /// Limits of its processes, and what they use.
+    #[serde(default)]
+    pub wall: Box<WallInfo>,
 }
 
 /// Tenants.
@@ -521,6 +524,15 @@ pub struct ModelStatus {
     pub weight_bytes: Option<u64>,
     /// Bytes of the KV arena.
     pub kv_bytes: Option<u64>,
+    /// Bytes of the device that steps compute in.
+    #[serde(default)]
+    pub scratch_bytes: Option<u64>,
+    /// Bytes of the host's memory that are pinned for the device.
+    #[serde(default)]
+    pub pinned_bytes: Option<u64>,
+    /// Memory that the workers' cgroup is charged with; `None` where there is none.
+    #[serde(default)]
+    pub memory_bytes: Option<u64>,
     /// Tokens per block.
     pub block_size: u32,
     /// Longest sequence, in tokens.

@@ -1,5 +1,6 @@
 use crate::line::read_line;
 use crate::*;
+use pagedd_core::LimitName;
 use proptest::prelude::*;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -51,6 +52,8 @@ fn key() -> KeyCreated {
 
 const TENANT: &str = r#"{"id":3,"name":"acme","state":{"is":"ready"},"port":8101,"url":"http://127.0.0.1:8101","model":"smollm2","auth":true,"keys":1,"share":{"floor":"20%","ceiling":"50%","floor_blocks":200,"ceiling_blocks":null,"held_blocks":7,"cached_blocks":9},"prompt_lookup":true,"retention":"10m","quotas":{"requests_per_minute":{"limit":null,"used":0,"refused":0},"tokens_per_minute":{"limit":null,"used":0,"refused":0},"max_concurrent":{"limit":null,"used":0,"refused":0},"max_queued_requests":{"limit":null,"used":0,"refused":0},"max_queued_tokens":{"limit":null,"used":0,"refused":0}},"running":1,"waiting":2,"gateway":{"state":{"is":"running"},"pid":42,"restarts":0},"created_unix":1790000000}"#;
 
+const WALL: &str = r#"{"limits":{},"not_enforced":[],"usage":null,"device_bytes":0}"#;
+
 fn commands() -> Vec<(Command, &'static str)> {
     let changes = TenantChanges {
         port: Some(9000),
@@ -58,6 +61,7 @@ fn commands() -> Vec<(Command, &'static str)> {
         prompt_lookup: Some(true),
         retention: Some("0s".to_owned()),
         quotas: QuotaChanges { max_concurrent: Some(QuotaLimit::None), ..QuotaChanges::default() },
+        limits: LimitTexts { cpu_max: Some("50%".to_owned()), ..LimitTexts::default() }.into(),
         ..TenantChanges::default()
     };
     let spec = TenantSpec {
@@ -70,16 +74,17 @@ fn commands() -> Vec<(Command, &'static str)> {
         prompt_lookup: None,
         retention: None,
         quotas: QuotaChanges { tokens_per_minute: Some(QuotaLimit::At(5)), ..QuotaChanges::default() },
+        limits: Box::default(),
     };
     let label = Some("laptop".to_owned());
     vec![
         (
             Command::TenantAdd(spec),
-            r#""command":"tenant_add","name":"acme","port":null,"model":"smollm2","kv_floor":"20%","kv_ceiling":null,"no_auth":false,"prompt_lookup":null,"retention":null,"quotas":{"tokens_per_minute":{"at":5}}"#,
+            r#""command":"tenant_add","name":"acme","port":null,"model":"smollm2","kv_floor":"20%","kv_ceiling":null,"no_auth":false,"prompt_lookup":null,"retention":null,"quotas":{"tokens_per_minute":{"at":5}},"limits":{}"#,
         ),
         (
-            Command::TenantSet(TenantSet { name: "acme".to_owned(), changes }),
-            r#""command":"tenant_set","name":"acme","changes":{"port":9000,"kv_floor":null,"kv_ceiling":null,"auth":false,"prompt_lookup":true,"retention":"0s","quotas":{"max_concurrent":"none"}}"#,
+            Command::TenantSet(TenantSet { name: "acme".to_owned(), changes, force: false }),
+            r#""command":"tenant_set","name":"acme","changes":{"port":9000,"kv_floor":null,"kv_ceiling":null,"auth":false,"prompt_lookup":true,"retention":"0s","quotas":{"max_concurrent":"none"},"limits":{"cpu_max":"50%"}},"force":false"#,
         ),
         (
             Command::TenantRemove(TenantRemove { name: "acme".to_owned(), force: true }),
@@ -145,6 +150,9 @@ fn status() -> StatusInfo {
             threads: Some(2),
             weight_bytes: None,
             kv_bytes: None,
+            scratch_bytes: None,
+            pinned_bytes: None,
+            memory_bytes: None,
             block_size: 16,
             max_model_len: None,
             blocks_total: Some(1_000),
@@ -178,7 +186,10 @@ fn replies() -> Vec<(Reply, String)> {
             Reply::TenantAdded(TenantAdded { tenant: tenant(), key: Some(key()), notes: Vec::new() }),
             format!(r#"{{"reply":"tenant_added","tenant":{TENANT},"key":{{{created}}}}}"#),
         ),
-        (Reply::Tenant(TenantShown { tenant: tenant(), notes: Vec::new() }), format!(r#"{{"reply":"tenant","tenant":{TENANT}}}"#)),
+        (
+            Reply::Tenant(TenantShown { tenant: tenant(), wall: Box::default(), notes: Vec::new() }),
+            format!(r#"{{"reply":"tenant","tenant":{TENANT},"wall":{WALL}}}"#),
+        ),
         (
             Reply::Tenants(TenantListed { tenants: vec![tenant()] }),
             format!(r#"{{"reply":"tenants","tenants":[{TENANT}]}}"#),
@@ -351,6 +362,28 @@ fn nothing_is_left_once_no_request_is_live_and_none_is_read() {
 }
 
 #[test]
+fn limits_and_use_may_be_missing_on_the_wire() {
+    let request = r#"{"protocol":1,"command":"tenant_set","name":"acme","changes":{"port":9000}}"#;
+    let Command::TenantSet(TenantSet { changes, force, .. }) = decode_request(request.as_bytes()).unwrap()
+    else {
+        panic!("{request}");
+    };
+    assert_eq!((changes.port, *changes.limits, force), (Some(9000), LimitTexts::default(), false));
+    let shown: Reply = serde_json::from_str(&format!(r#"{{"reply":"tenant","tenant":{TENANT}}}"#)).unwrap();
+    assert_eq!(shown, Reply::Tenant(TenantShown { tenant: tenant(), wall: Box::default() }));
+}
+
+#[test]
+fn texts_of_limits_are_found_under_their_names() {
+    let mut texts = LimitTexts::default();
+    for name in LimitName::ALL {
+        assert_eq!(texts.get(name), None);
+        texts.set(name, Some(name.to_string()));
+    }
+    assert!(texts.given().eq(LimitName::ALL.into_iter().map(|name| (name, name.file()))), "{texts:?}");
+}
+
+#[test]
 fn changes_that_change_nothing_are_known_as_such() {
     assert!(TenantChanges::default().is_empty());
     assert!(!TenantChanges { auth: Some(true), ..TenantChanges::default() }.is_empty());
@@ -375,7 +408,7 @@ fn serve(path: &Path, answers: Vec<Vec<u8>>) -> std::thread::JoinHandle<Vec<Stri
 fn a_client_asks_and_is_answered_over_one_connection() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("admin.sock");
-    let reply = Reply::Tenant(TenantShown { tenant: tenant(), notes: Vec::new() });
+    let reply = Reply::Tenant(TenantShown { tenant: tenant(), wall: Box::default(), notes: Vec::new() });
     let refusal = ControlError::new(ErrorCode::UnknownTenant, "no tenant `acme`").remedy("list them");
     let answers =
         vec![encode(&Response::Ok(reply.clone())).unwrap(), encode(&Response::Err(refusal.clone())).unwrap()];

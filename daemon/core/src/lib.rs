@@ -1,7 +1,9 @@
-//! Words shared by every crate: ids, units, sampling parameters, finish reasons; bounds that several keep; errors as text; lists and maps.
+//! Words shared by every crate: ids, units, sampling parameters, finish reasons; limits of a cgroup; bounds that several keep; errors as
+//! text; lists and maps.
 //!
 //! **Owns** no state. **Never** depends on another crate of the workspace, serialises, or reads a clock.
 
+mod cgroup;
 mod cost;
 mod finish;
 mod ids;
@@ -12,6 +14,7 @@ mod sampling;
 mod tensor;
 mod units;
 
+pub use cgroup::{BlockDevice, CgroupLimits, CpuList, CpuTime, IoLimit, Limit, LimitName, NoCpuList, Weight};
 pub use cost::StepCost;
 pub use finish::FinishReason;
 pub use ids::{BlockId, ModelId, ParseRequestIdError, PlanId, RequestId, SequenceId, TenantId, TokenId};

@@ -48,6 +48,22 @@ pub(crate) fn own(root: &Path, tree: Tree) -> Option<Own> {
     Some(Own { mount, dir })
 }
 
+/// Those of `wanted` that a mounted v1 hierarchy has: the unified tree does not get them.
+pub(crate) fn v1_controllers(root: &Path, wanted: &[&str]) -> Vec<String> {
+    let mounts = fs::read_to_string(root.join("proc/self/mountinfo")).unwrap_or_default();
+    let has = |name: &str| {
+        mounts.lines().any(|line| v1_options(line).is_some_and(|mut has| has.any(|o| o == name)))
+    };
+    wanted.iter().filter(|name| has(name)).map(ToString::to_string).collect()
+}
+
+/// Options of a line's mount, where it is of v1.
+fn v1_options(line: &str) -> Option<impl Iterator<Item = &str>> {
+    let (_, after) = line.split_once(" - ")?;
+    let mut after = after.split(' ');
+    (after.next() == Some("cgroup")).then(|| after.nth(1).unwrap_or("").split(','))
+}
+
 struct Mount {
     /// The cgroup that appears at `point`.
     root: PathBuf,

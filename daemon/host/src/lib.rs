@@ -9,6 +9,7 @@ mod confine;
 pub mod exit;
 pub mod fdstore;
 mod fork;
+pub mod hierarchy;
 pub mod identity;
 mod inherited;
 pub mod jail;

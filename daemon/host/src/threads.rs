@@ -5,6 +5,8 @@
 use std::fs;
 use std::path::Path;
 
+use pagedd_core::CpuList;
+
 use crate::cgroup::{Own, Tree, own};
 
 /// The number of whole CPUs this process may use, at least 1: the smaller of its affinity and of the CPU quota of every
@@ -50,32 +52,14 @@ fn whole(quota: u64, period: u64) -> Option<usize> {
 /// CPUs that the process may run on and that are online.
 fn affinity(root: &Path) -> Option<usize> {
     let status = fs::read_to_string(root.join("proc/self/status")).ok()?;
-    let allowed = ranges(status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?)?;
+    let allowed: CpuList =
+        status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.parse().ok()?;
     // A cpuset may name CPUs that are switched off.
-    let online = fs::read_to_string(root.join("sys/devices/system/cpu/online"))
+    let online: Option<CpuList> = fs::read_to_string(root.join("sys/devices/system/cpu/online"))
         .ok()
-        .and_then(|list| ranges(&list))
-        .unwrap_or_else(|| vec![(0, u32::MAX)]);
-    let mut count = 0u64;
-    for &(a, b) in &allowed {
-        for &(c, d) in &online {
-            let (from, to) = (a.max(c), b.min(d));
-            count += u64::from(to) + 1 - u64::from(from.min(to + 1));
-        }
-    }
-    usize::try_from(count).ok().filter(|count| *count > 0)
-}
-
-/// `0-3,8,10-11` as inclusive ranges.
-fn ranges(list: &str) -> Option<Vec<(u32, u32)>> {
-    list.trim()
-        .split(',')
-        .map(|part| {
-            let (from, to) = part.split_once('-').unwrap_or((part, part));
-            let (from, to) = (from.parse().ok()?, to.parse::<u32>().ok()?);
-            (from <= to && to < u32::MAX).then_some((from, to))
-        })
-        .collect()
+        .and_then(|list| list.parse().ok());
+    let usable = online.map_or_else(|| allowed.clone(), |online| allowed.and(&online));
+    Some(usable.count()).filter(|count| *count > 0)
 }
 
 #[cfg(test)]
@@ -91,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quota_of_200_percent_on_16_cpus_is_2_threads() {
+    fn bug_38_a_quota_of_200_percent_on_16_cpus_is_2_threads() {
         let root = sixteen("0::/system.slice/pagedd.service/daemon\n", V2_MOUNT);
         root.file("sys/fs/cgroup/system.slice/pagedd.service/daemon/cpu.max", "max 100000\n");
         root.file("sys/fs/cgroup/system.slice/pagedd.service/cpu.max", "200000 100000\n");

@@ -39,6 +39,8 @@ pub struct TenantRow {
     pub retention_ms: Option<u64>,
     /// What it may ask for.
     pub quotas: Quotas,
+    /// Limits of its processes, as text; `None` where nothing is limited.
+    pub limits: Option<String>,
     /// When it was made, in seconds since 1970.
     pub created_unix: i64,
 }
@@ -64,6 +66,8 @@ pub struct NewTenant {
     pub retention_ms: Option<u64>,
     /// What it may ask for.
     pub quotas: Quotas,
+    /// Limits of its processes, as text; `None` where nothing is limited.
+    pub limits: Option<String>,
 }
 
 /// Changes to a tenant; `None` leaves a column as it is.
@@ -85,6 +89,8 @@ pub struct TenantUpdate {
     pub retention_ms: Option<Option<u64>>,
     /// What it may ask for from now on, all of it.
     pub quotas: Option<Quotas>,
+    /// Limits of its processes, as text; `Some(None)` takes all of them away.
+    pub limits: Option<Option<String>>,
 }
 
 /// A key as it is stored.
@@ -107,7 +113,7 @@ pub struct KeyRow {
 }
 
 const TENANT: &str = "id, name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, retention_ms, created_unix, \
-                      requests_per_minute, tokens_per_minute, max_concurrent, max_queued_requests, max_queued_tokens";
+                      requests_per_minute, tokens_per_minute, max_concurrent, max_queued_requests, max_queued_tokens, limits";
 const KEY: &str = "id, tenant, label, prefix, sha256, created_unix, revoked_unix";
 
 impl ControlDb {
@@ -231,8 +237,9 @@ impl ControlDb {
             let row = change.one(
                 &format!(
                     "INSERT INTO tenants
-                         (name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, retention_ms, created_unix)
-                     VALUES (:name, :port, :model, :floor, :ceiling, :auth, 0, :lookup, :retention, :now)
+                         (name, port, model, kv_floor, kv_ceiling, auth, suspended, prompt_lookup, retention_ms, limits,
+                          created_unix)
+                     VALUES (:name, :port, :model, :floor, :ceiling, :auth, 0, :lookup, :retention, :limits, :now)
                      RETURNING {TENANT}"
                 ),
                 named_params! {
@@ -244,6 +251,7 @@ impl ControlDb {
                     ":auth": new.auth,
                     ":lookup": new.prompt_lookup,
                     ":retention": new.retention_ms.map(stored),
+                    ":limits": new.limits,
                     ":now": now_unix,
                 },
                 tenant,
@@ -270,7 +278,8 @@ impl ControlDb {
                              kv_ceiling = coalesce(:ceiling, kv_ceiling), auth = coalesce(:auth, auth),
                              suspended = coalesce(:suspended, suspended),
                              prompt_lookup = coalesce(:lookup, prompt_lookup),
-                             retention_ms = CASE WHEN :retains THEN :retention ELSE retention_ms END
+                             retention_ms = CASE WHEN :retains THEN :retention ELSE retention_ms END,
+                             limits = CASE WHEN :limited THEN :limits ELSE limits END
                          WHERE id = :id RETURNING {TENANT}"
                     ),
                     named_params! {
@@ -283,6 +292,8 @@ impl ControlDb {
                         ":lookup": update.prompt_lookup,
                         ":retains": update.retention_ms.is_some(),
                         ":retention": update.retention_ms.flatten().map(stored),
+                        ":limited": update.limits.is_some(),
+                        ":limits": update.limits.as_ref().and_then(Option::as_ref),
                     },
                     tenant,
                 )?
@@ -490,6 +501,7 @@ fn tenant(row: &Row<'_>) -> rusqlite::Result<TenantRow> {
         suspended: row.get("suspended")?,
         prompt_lookup: row.get("prompt_lookup")?,
         retention_ms: row.get::<_, Option<i64>>("retention_ms")?.map(i64::unsigned_abs),
+        limits: row.get("limits")?,
         created_unix: row.get("created_unix")?,
     })
 }

@@ -106,6 +106,9 @@ pub(crate) const CONTROL: Migrations = &["
     CREATE TRIGGER names_stay AFTER INSERT ON tenants BEGIN
         INSERT INTO names (tenant, name) VALUES (new.id, new.name);
     END;
+", "
+    -- Limits of the tenant's cgroup, one a line; NULL is none.
+    ALTER TABLE tenants ADD COLUMN limits TEXT;
 "];
 
 /// journal.db. `requests` is small and changes, `bodies` is large and does not: SQLite writes a changed row anew, whole.

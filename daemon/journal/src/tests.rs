@@ -32,6 +32,7 @@ fn named(name: &str, port: u16) -> NewTenant {
         prompt_lookup: None,
         retention_ms: None,
         quotas: Quotas::default(),
+        limits: None,
     }
 }
 
@@ -162,6 +163,7 @@ fn an_update_changes_what_it_names_and_nothing_else() {
         prompt_lookup: Some(false),
         retention_ms: Some(Some(0)),
         quotas: None,
+        limits: Some(Some("cpu.max 50%\n".to_owned())),
     };
     let changed = db.update_tenant(row.id, &update).unwrap();
     let expected = TenantRow {
@@ -171,12 +173,13 @@ fn an_update_changes_what_it_names_and_nothing_else() {
         auth: false,
         prompt_lookup: Some(false),
         retention_ms: Some(0),
+        limits: Some("cpu.max 50%\n".to_owned()),
         ..row
     };
     assert_eq!((&changed, db.tenants().unwrap()), (&expected, vec![expected.clone()]));
-    let update = TenantUpdate { retention_ms: Some(None), ..TenantUpdate::default() };
+    let update = TenantUpdate { retention_ms: Some(None), limits: Some(None), ..TenantUpdate::default() };
     let again = db.update_tenant(changed.id, &update).unwrap();
-    assert_eq!(again, TenantRow { retention_ms: None, ..changed }, "as the configuration says");
+    assert_eq!(again, TenantRow { retention_ms: None, limits: None, ..changed }, "as the configuration says");
 }
 
 #[test]
@@ -250,6 +253,7 @@ fn a_file_of_version_1_is_read_with_all_that_is_in_it() {
     assert_eq!((rows[1].kv_floor.as_str(), rows[1].kv_ceiling.as_str()), ("0%", "4096 tokens"));
     assert!(rows.iter().all(|row| row.prompt_lookup.is_none()), "as the model's configuration says");
     assert!(rows.iter().all(|row| row.retention_ms.is_none()), "as the configuration says");
+    assert!(rows.iter().all(|row| row.limits.is_none()), "nothing is limited");
     assert_eq!(db.live_keys(TenantId(1)).unwrap()[0].digest, Digest::of("pgd_AAAA-one"));
     assert_eq!(db.keys(TenantId(1)).unwrap()[1].revoked_unix, Some(1_790_000_009));
     let new = NewTenant { prompt_lookup: Some(true), retention_ms: Some(600_000), ..named("new", 8104) };
@@ -374,7 +378,7 @@ fn a_newer_schema_is_refused_with_both_versions() {
         "{error}"
     );
     let text = error.to_string();
-    assert!(text.contains("has schema version 7, this pagedd knows up to 4"), "{text}");
+    assert!(text.contains("has schema version 7, this pagedd knows up to 5"), "{text}");
     assert_eq!(pragma(&Connection::open(&path).unwrap(), "user_version"), 7, "left as it was");
 }
 

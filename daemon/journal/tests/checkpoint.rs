@@ -53,6 +53,7 @@ fn state() -> (TempDir, ControlDb, JournalDb) {
             prompt_lookup: None,
             retention_ms: None,
             quotas: Quotas::default(),
+            limits: None,
         };
         control.add_tenant(&new, Some(&NewKey::draw().unwrap()), NOW as i64).unwrap();
     }

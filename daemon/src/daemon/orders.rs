@@ -7,10 +7,9 @@ use pagedd_config::{
 };
 use pagedd_control::{
     ControlError, DrainState, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyRevoke, MAX_LABEL, MAX_QUOTA,
-    QuotaChanges, QuotaLimit, Removed, Secret, TenantAdded, TenantChanges, TenantRemove, TenantShown,
-    TenantSpec,
+    QuotaChanges, QuotaLimit, Removed, Secret, TenantAdded, TenantRemove, TenantSet, TenantShown, TenantSpec,
 };
-use pagedd_core::{Blocks, Quota, Quotas, TenantId};
+use pagedd_core::{Blocks, CgroupLimits, Quota, Quotas, TenantId};
 use pagedd_engine::Command as EngineCommand;
 use pagedd_journal::{KeyRow, NewKey, NewTenant, TenantRow, TenantUpdate};
 use pagedd_wire::gateway::Parting;
@@ -22,6 +21,7 @@ use crate::hub::Message;
 use crate::model::Model;
 use crate::recorder::Told;
 use crate::tenants::{ENGINE_ANSWER, LOWER_A_FLOOR, ShareAmounts, Tenant, own_retention};
+use crate::walls;
 
 impl Daemon {
     pub(super) async fn add(&mut self, spec: TenantSpec) -> Result<TenantAdded, ControlError> {
@@ -37,7 +37,12 @@ impl Daemon {
         let model = self.model(spec.model.as_deref())?.clone();
         let share = share_amounts(spec.kv_floor.as_deref(), spec.kv_ceiling.as_deref(), None)?;
         self.check_share(None, &model, share)?;
+        let limits = walls::changed(&CgroupLimits::default(), &spec.limits)?;
+        let retention_ms = spec.retention.as_deref().map(retention).transpose()?.flatten();
+        let quotas = quotas(Quotas::default(), spec.quotas)?;
         let (port, listener) = self.port(spec.port)?;
+        // Last of what can be refused: it is made in the kernel.
+        let wall = self.shop.walls.tenant(&name, limits)?;
         let new = NewTenant {
             name: name.clone(),
             port,
@@ -46,17 +51,25 @@ impl Daemon {
             kv_ceiling: share.ceiling.to_string(),
             auth: !spec.no_auth,
             prompt_lookup: spec.prompt_lookup,
-            retention_ms: spec.retention.as_deref().map(retention).transpose()?.flatten(),
-            quotas: quotas(Quotas::default(), spec.quotas)?,
+            retention_ms,
+            quotas,
+            limits: walls::saved(wall.limits()),
         };
-        let (record, key) = self
+        let added = self
             .db
             .with(move |db| {
                 let key = if new.auth { Some(NewKey::draw()?) } else { None };
                 let (record, row) = db.add_tenant(&new, key.as_ref(), now_unix())?;
                 Ok((record, key.zip(row)))
             })
-            .await?;
+            .await;
+        let (record, key) = match added {
+            Ok(added) => added,
+            Err(error) => {
+                wall.remove().await;
+                return Err(error);
+            }
+        };
         let keys = key.iter().map(|(_, row)| row.clone()).collect();
         self.shop.keep_listener(record.id, &listener);
         let opened = self.shop.open(record.clone(), keys, share, &model, listener);
@@ -66,8 +79,9 @@ impl Daemon {
         };
         if let Err(error) = settled {
             self.shop.forget_listener(record.id);
-            if let Ok(tenant) = opened {
-                tenant.close(&self.shop, Parting::Removed).await;
+            match opened {
+                Ok(tenant) => tenant.close(&self.shop, Parting::Removed).await,
+                Err(_) => wall.remove().await,
             }
             // The engine may know it already, or learn of it late.
             drop(
@@ -112,12 +126,12 @@ impl Daemon {
             })
     }
 
-    pub(super) async fn set(
-        &mut self,
-        name: &str,
-        changes: TenantChanges,
-    ) -> Result<TenantShown, ControlError> {
+    pub(super) async fn set(&mut self, set: TenantSet) -> Result<TenantShown, ControlError> {
+        let TenantSet { name, changes, force } = set;
+        let name = name.as_str();
         let tenant = self.tenant(name)?;
+        let limits_before = tenant.wall.limits().clone();
+        let limits = walls::changed(&limits_before, &changes.limits)?;
         let changed_retention = changes.retention.as_deref().map(retention).transpose()?;
         let changed_quotas = quotas(tenant.record.quotas, changes.quotas)?;
         let (before, model) = (tenant.share, tenant.model.clone());
@@ -128,7 +142,12 @@ impl Daemon {
             None => None,
         };
         let prompt_lookup = changes.prompt_lookup.or(tenant.record.prompt_lookup);
-        tenant.apply(share, prompt_lookup).await?;
+        self.confine(name, limits.clone(), force).await?;
+        let applied = self.tenant(name)?.apply(share, prompt_lookup).await;
+        if let Err(error) = applied {
+            self.confine(name, limits_before, true).await?;
+            return Err(error);
+        }
         let update = TenantUpdate {
             port: listener.as_ref().map(|(port, _)| *port),
             kv_floor: Some(share.floor.to_string()),
@@ -138,14 +157,16 @@ impl Daemon {
             prompt_lookup,
             retention_ms: changed_retention,
             quotas: Some(changed_quotas),
+            limits: (limits != limits_before).then(|| walls::saved(&limits)),
         };
-        let id = tenant.id();
+        let id = self.tenant(name)?.id();
         let written = self.db.with(move |db| db.update_tenant(id, &update)).await;
         let tenant = self.tenants.get_mut(name).ok_or_else(|| unknown_tenant(name))?;
         match written {
             Ok(record) => tenant.record = record,
             Err(error) => {
                 tenant.apply(before, tenant.record.prompt_lookup).await?;
+                self.confine(name, limits_before, true).await?;
                 return Err(error);
             }
         }
@@ -178,6 +199,13 @@ impl Daemon {
                 Some("the daemon goes down: requests are taken after its next start".to_owned())
             }
         }
+    }
+
+    /// Puts a tenant's limits into force.
+    async fn confine(&mut self, name: &str, limits: CgroupLimits, force: bool) -> Result<(), ControlError> {
+        let walls = self.shop.walls.clone();
+        let tenant = self.tenants.get_mut(name).ok_or_else(|| unknown_tenant(name))?;
+        tenant.wall.change(&walls, limits, force).await
     }
 
     /// Has journal and hub keep a tenant's requests for as long as they are to.

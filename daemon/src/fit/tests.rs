@@ -24,6 +24,8 @@ fn info() -> ModelInfo {
         blocks: 100,
         block_bytes: 4096,
         weight_bytes: 1,
+        scratch_bytes: 0,
+        pinned_bytes: 0,
         digest: [5; 16],
         file_digest: [6; 16],
         kv_id: [4; 16],

@@ -57,7 +57,7 @@ fn deaf(dir: &Path) -> (WorkerProcess, watch::Receiver<ModelState>) {
         algorithms: Vec::new(),
     };
     let env = vec![("PATH".into(), "/usr/bin:/bin".into())];
-    let spec = WorkerSpec { model: "m".to_owned(), program, hello, env };
+    let spec = WorkerSpec { model: "m".to_owned(), program, hello, env, cell: None };
     let (state, states) = watch::channel(ModelState::Loading { permille: 0 });
     let pulse = Watchdog::unwatched().pulse("test");
     (WorkerProcess::new(spec, Arc::new(FdStore::without_manager()), state, pulse), states)

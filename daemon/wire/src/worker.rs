@@ -332,6 +332,10 @@ pub struct ModelInfo {
     pub block_bytes: u64,
     /// Bytes of the weights arena.
     pub weight_bytes: u64,
+    /// Bytes of the device that steps compute in, beside weights and KV blocks.
+    pub scratch_bytes: u64,
+    /// Bytes of the host's memory that are pinned for the device: no cgroup's limit takes them back.
+    pub pinned_bytes: u64,
     /// Digest of model, dtype and layout: part of every prefix key.
     pub digest: [u8; 16],
     /// Digest of the model's file, or files, alone.

@@ -111,6 +111,8 @@ fn load(hello: &Hello, _: Fds, _: &mut dyn FnMut(u32) -> bool) -> Result<ModelRu
         blocks: tokens as u32 / hello.block_size,
         block_bytes: 4096,
         weight_bytes: 4096,
+        scratch_bytes: 0,
+        pinned_bytes: 0,
         digest: [1; 16],
         file_digest: [2; 16],
         kv_id: kv.id(),

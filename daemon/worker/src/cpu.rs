@@ -87,6 +87,7 @@ pub fn load(hello: &Hello, fds: Fds, progress: &mut dyn FnMut(u32) -> bool) -> R
     let draws = (limits.max_num_seqs + MOST_DRAFTS as usize).min(tokens);
     let decoder =
         Decoder::new(config, places, weights, isa, threads, tokens, draws).map_err(LoadError::Threads)?;
+    let info = ModelInfo { scratch_bytes: decoder.scratch_bytes() as u64, ..info };
     Ok(Loaded { model: Box::new(CpuModel { decoder, kv, aside: None, layout, drawn: Vec::new() }), info })
 }
 

@@ -123,6 +123,15 @@ impl Decoder {
         &self.weights
     }
 
+    /// Bytes of the memory that steps compute in.
+    pub fn scratch_bytes(&self) -> usize {
+        let Scratch { x, last, delta, q, k, v, attended, gate, up, logits, .. } = &self.scratch;
+        [x, last, delta, q, k, v, attended, gate, up, logits]
+            .iter()
+            .map(|part| size_of_val(part.as_slice()))
+            .sum()
+    }
+
     /// The compute threads.
     pub fn pool(&self) -> &ThreadPool {
         &self.pool

@@ -17,7 +17,7 @@ use pagedd_core::{BlockId, TokenId};
 use pagedd_kernels::cuda::{
     Algorithms, CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep,
     Device, DeviceInfo, DeviceKvLayout, Drawn, Ranked, Recordings, SampleRow, SharedBuffer, Stream, Ticket,
-    TokenSource, bucket, exact_context, exact_rows, products_version,
+    TokenSource, bucket, exact_context, exact_rows, pinned_bytes, products_version,
 };
 use pagedd_kernels::sample::Adjustment;
 use pagedd_kernels::{KvRow, Pairing};
@@ -147,6 +147,7 @@ pub fn load(
         parameters: source.tensors().map(|tensor| tensor.rows as u64 * tensor.columns as u64).sum(),
         blocks,
         weight_bytes: places.bytes as u64,
+        scratch_bytes: scratch,
         digest: kv_identity[..16].try_into().unwrap_or_default(),
         kv_id,
         weights_reused,
@@ -178,7 +179,8 @@ pub fn load(
         layout: Layout::default(),
         out: VecDeque::new(),
     };
-    Ok(Loaded { model: Box::new(model), info: ModelInfo { algorithms, ..info } })
+    let pinned_bytes = pinned_bytes() as u64;
+    Ok(Loaded { model: Box::new(model), info: ModelInfo { algorithms, pinned_bytes, ..info } })
 }
 
 /// Which algorithms multiply: those of an earlier worker, or those that are found to be fastest now, where there is time for it. Where a row's

@@ -527,6 +527,8 @@ pub fn info(source: &ModelSource, request: &KvRequest) -> ModelInfo {
         blocks: 0,
         block_bytes: request.block_bytes,
         weight_bytes: 0,
+        scratch_bytes: 0,
+        pinned_bytes: 0,
         digest: [0; 16],
         file_digest: source.digest(),
         kv_id: [0; 16],

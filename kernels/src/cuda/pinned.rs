@@ -7,6 +7,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::result;
 
@@ -16,6 +17,14 @@ use super::error::{CudaError, during};
 use super::launch::{Grid, Params, launch};
 use super::stream::{Event, Stream};
 use crate::error::{ShapeError, length, product};
+
+/// Of this process.
+static PINNED: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes of the host's memory that this process has pinned here.
+pub fn pinned_bytes() -> usize {
+    PINNED.load(Ordering::Relaxed)
+}
 
 /// Pinned bytes, freed when dropped.
 struct HostMemory {
@@ -41,6 +50,7 @@ impl HostMemory {
         };
         // SAFETY: `bytes` bytes were just allocated, and nobody else has them.
         unsafe { at.as_ptr().write_bytes(0, bytes) };
+        PINNED.fetch_add(bytes, Ordering::Relaxed);
         Ok(Self { device: device.clone(), at, bytes })
     }
 
@@ -57,6 +67,7 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
+        PINNED.fetch_sub(self.bytes, Ordering::Relaxed);
         let freed = self.device.context().bind_to_thread().and_then(|()| {
             // SAFETY: `at` came from `malloc_host` and is freed once.
             unsafe { result::free_host(self.at.as_ptr().cast::<c_void>()) }

@@ -63,6 +63,7 @@ fn named(name: &str, port: u16) -> NewTenant {
         prompt_lookup: None,
         retention_ms: None,
         quotas: Quotas::default(),
+        limits: None,
     }
 }
 

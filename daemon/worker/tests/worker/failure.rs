@@ -86,6 +86,8 @@ fn load(hello: &Hello, _: Fds, _: &mut dyn FnMut(u32) -> bool) -> Result<ModelRu
         blocks: 4,
         block_bytes: 1024,
         weight_bytes: 4096,
+        scratch_bytes: 0,
+        pinned_bytes: 0,
         digest: [1; 16],
         file_digest: [2; 16],
         kv_id: model.0.id(),

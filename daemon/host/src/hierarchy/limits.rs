@@ -1,0 +1,228 @@
+//! Putting a cgroup's limits into force.
+//!
+//! **Owns** what is written where. **Never** leaves one of two limits unsaid: each one that is not given is taken away.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use cgroups_rs::MaxValue;
+use cgroups_rs::cpu::CpuController;
+use cgroups_rs::cpuset::CpuSetController;
+use cgroups_rs::memory::{MemController, SetMemory};
+use cgroups_rs::pid::PidController;
+use pagedd_core::{BlockDevice, Bytes, CgroupLimits, CpuList, CpuTime, IoLimit, Limit, LimitName, Weight};
+
+use super::cgroup::{Cgroup, CgroupError, cause};
+use super::write_once;
+
+/// A limit that the host has no means to enforce.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Unenforced(pub LimitName);
+
+impl fmt::Display for Unenforced {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let controller = self.0.file().split('.').next().unwrap_or_default();
+        write!(f, "{}: this host's {controller} controller is missing, or has no such file", self.0)
+    }
+}
+
+/// What has become of limits.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Applied {
+    /// Those that were given and are not in force.
+    pub unenforced: Vec<Unenforced>,
+    /// CPUs that were asked for and are offline, or not the daemon's.
+    pub left_out: CpuList,
+}
+
+/// A limit is below what is in use: the kernel would kill, stall or refuse the gateway at once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BelowUse {
+    /// Which limit.
+    pub name: LimitName,
+    /// What it is to be.
+    pub limit: u64,
+    /// What is in use, without what the kernel takes back by itself.
+    pub used: u64,
+}
+
+impl fmt::Display for BelowUse {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, limit, used } = self;
+        write!(f, "{name} {limit} is below present use, {used}")
+    }
+}
+
+impl Cgroup {
+    /// Whether `after` asks for less than is in use, where `before` did not.
+    ///
+    /// # Errors
+    /// [`CgroupError::BelowUse`], of the first such limit.
+    pub fn check_use(&self, before: &CgroupLimits, after: &CgroupLimits) -> Result<(), CgroupError> {
+        let bytes = |limit: Limit<Bytes>| limit.at().map(|bytes| bytes.0);
+        let pids = |limit: Limit<u32>| limit.at().map(u64::from);
+        let usage = self.usage();
+        let wanted = [
+            (LimitName::MemoryMax, bytes(before.memory_max), bytes(after.memory_max), usage.memory_held()),
+            (LimitName::MemoryHigh, bytes(before.memory_high), bytes(after.memory_high), usage.memory_held()),
+            (LimitName::PidsMax, pids(before.pids_max), pids(after.pids_max), usage.pids),
+        ];
+        for (name, before, after, used) in wanted {
+            if let (Some(limit), Some(used)) = (after, used)
+                && limit < used
+                && before.is_none_or(|before| limit < before)
+            {
+                return Err(CgroupError::BelowUse(BelowUse { name, limit, used }));
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts `limits` into force, and takes away what is not in there. Processes are in it already, or come later.
+    ///
+    /// # Errors
+    /// Some are in force as they were, some as they are to be.
+    pub fn limit(&self, limits: &CgroupLimits) -> Result<Applied, CgroupError> {
+        let (asked, mut applied) = (limits.cpus.as_ref(), Applied::default());
+        let mut cpus = None;
+        if let Some(asked) = asked.filter(|_| self.has(LimitName::Cpus)) {
+            let there = self.effective_cpus()?;
+            let usable = asked.and(&there);
+            if usable.is_empty() {
+                return Err(CgroupError::NoCpu { asked: asked.clone(), there });
+            }
+            applied.left_out = asked.without(&there);
+            cpus = Some(usable);
+        }
+        for name in LimitName::ALL {
+            if self.has(name) {
+                self.put(name, limits, cpus.as_ref())?;
+            } else if limits.has(name) {
+                applied.unenforced.push(Unenforced(name));
+            }
+        }
+        Ok(applied)
+    }
+
+    /// Gives it this much of the CPUs beside others, where there is a controller for it.
+    pub(super) fn weigh(&self, weight: Weight) -> Result<(), CgroupError> {
+        let limits = CgroupLimits { cpu_weight: Some(weight), ..CgroupLimits::default() };
+        if self.has(LimitName::CpuWeight) { self.put(LimitName::CpuWeight, &limits, None) } else { Ok(()) }
+    }
+
+    /// Whether the kernel has a file for it here. `io.weight` may be missing where `io.max` is there.
+    fn has(&self, name: LimitName) -> bool {
+        self.path().join(name.file()).exists()
+    }
+
+    /// CPUs that tenants may have: those of the parent that are online.
+    fn effective_cpus(&self) -> Result<CpuList, CgroupError> {
+        let path = self.path().parent().unwrap_or(self.path()).join("cpuset.cpus.effective");
+        let text = fs::read_to_string(&path).map_err(|error| CgroupError::io(&path, error))?;
+        text.parse().map_err(|error| CgroupError::io(&path, io::Error::other(error)))
+    }
+
+    fn put(&self, name: LimitName, limits: &CgroupLimits, cpus: Option<&CpuList>) -> Result<(), CgroupError> {
+        let handle = &self.handle;
+        let missing = || CgroupError::io(&self.path().join(name.file()), io::ErrorKind::NotFound.into());
+        let weight = |weight: Option<Weight>| weight.unwrap_or(Weight::DEFAULT);
+        let bytes = |limit: Limit<Bytes>| most(limit.at().map(|bytes| bytes.0));
+        let (value, written) = match name {
+            LimitName::CpuMax => {
+                let cpu: &CpuController = handle.controller_of().ok_or_else(missing)?;
+                // The library reads a quota that is not above 0 as none.
+                let quota = limits.cpu_max.at().map_or(0, |time| time.quota_us() as i64);
+                let period = CpuTime::PERIOD_US;
+                (quota.to_string(), cpu.set_cfs_quota_and_period(Some(quota), Some(period)).map_err(cause))
+            }
+            LimitName::CpuWeight => {
+                let cpu: &CpuController = handle.controller_of().ok_or_else(missing)?;
+                let weight = weight(limits.cpu_weight);
+                (weight.to_string(), cpu.set_shares(weight.get().into()).map_err(cause))
+            }
+            LimitName::Cpus => {
+                let set: &CpuSetController = handle.controller_of().ok_or_else(missing)?;
+                // An empty text would be no write at all.
+                let cpus = cpus.map_or_else(|| "\n".to_owned(), ToString::to_string);
+                let written = set.set_cpus(&cpus).map_err(cause);
+                (cpus, written)
+            }
+            LimitName::MemoryMax | LimitName::MemoryHigh => {
+                let memory: &MemController = handle.controller_of().ok_or_else(missing)?;
+                let (max, high) = if name == LimitName::MemoryMax {
+                    (Some(bytes(limits.memory_max)), None)
+                } else {
+                    (None, Some(bytes(limits.memory_high)))
+                };
+                let value = max.or(high).map(|value| value.to_string()).unwrap_or_default();
+                (value, memory.set_mem(SetMemory { low: None, high, min: None, max }).map_err(cause))
+            }
+            LimitName::PidsMax => {
+                let pids: &PidController = handle.controller_of().ok_or_else(missing)?;
+                let value = most(limits.pids_max.at().map(u64::from));
+                (value.to_string(), pids.set_pid_max(value).map_err(cause))
+            }
+            LimitName::IoMax => return self.put_io(&limits.io_max),
+            LimitName::IoWeight => {
+                // The library knows BFQ's file only.
+                let value = format!("default {}", weight(limits.io_weight));
+                let written = write_once(&self.path().join(name.file()), &value);
+                (value, written)
+            }
+        };
+        written.map_err(|source| CgroupError::Limit { name, value, source })
+    }
+
+    /// The library cannot take a limit of a device away.
+    fn put_io(&self, limits: &[IoLimit]) -> Result<(), CgroupError> {
+        let path = self.path().join(LimitName::IoMax.file());
+        let write = |value: String| {
+            write_once(&path, &value).map_err(|source| CgroupError::Limit {
+                name: LimitName::IoMax,
+                value,
+                source,
+            })
+        };
+        let lines: Vec<_> = limits.iter().map(io_line).collect::<Result<_, _>>()?;
+        let before = fs::read_to_string(&path).map_err(|error| CgroupError::io(&path, error))?;
+        for device in before.lines().filter_map(|line| line.split(' ').next()) {
+            if !lines.iter().any(|(limited, _)| limited == device) && !device.is_empty() {
+                write(format!("{device} rbps=max wbps=max riops=max wiops=max"))?;
+            }
+        }
+        lines.into_iter().try_for_each(|(device, rates)| write(format!("{device} {rates}")))
+    }
+}
+
+/// The library's form; sizes are below 2^63 where they are read.
+fn most(limit: Option<u64>) -> MaxValue {
+    limit.map_or(MaxValue::Max, |most| MaxValue::Value(i64::try_from(most).unwrap_or(i64::MAX)))
+}
+
+/// The device's numbers, and what is written behind them.
+fn io_line(limit: &IoLimit) -> Result<(String, String), CgroupError> {
+    let device = match &limit.device {
+        BlockDevice::Number { .. } => limit.device.to_string(),
+        BlockDevice::Path(path) => numbers(Path::new(path))
+            .map_err(|source| CgroupError::NoDevice { device: path.clone(), source })?,
+    };
+    let IoLimit { read_bytes, write_bytes, reads, writes, .. } = limit;
+    Ok((device, format!("rbps={read_bytes} wbps={write_bytes} riops={reads} wiops={writes}")))
+}
+
+/// Numbers of the whole disk: limits of a partition are none.
+fn numbers(path: &Path) -> io::Result<String> {
+    let found = fs::metadata(path)?;
+    if !found.file_type().is_block_device() {
+        return Err(io::Error::other("it is something else"));
+    }
+    let (major, minor) = (rustix::fs::major(found.rdev()), rustix::fs::minor(found.rdev()));
+    let sys = Path::new("/sys/dev/block").join(format!("{major}:{minor}"));
+    if sys.join("partition").exists() {
+        return Ok(fs::read_to_string(sys.canonicalize()?.join("../dev"))?.trim_end().to_owned());
+    }
+    Ok(format!("{major}:{minor}"))
+}

@@ -1,0 +1,61 @@
+# Words of cases about cgroups: sourced after lib.sh.
+service=/sys/fs/cgroup/system.slice/pagedd.service
+tenants=$service/tenants
+
+# start_pagedd [PROPERTY...]: as a service, by the payload's programs.
+start_pagedd() {
+  systemd-run --quiet --unit=pagedd "${unit_properties[@]}" "$@" pagedd --config /etc/pagedd/pagedd.yaml
+}
+
+# above: every file of the cgroups above the service's that can be written, with what is in it.
+above() {
+  local file
+  for file in /sys/fs/cgroup/* /sys/fs/cgroup/system.slice/*; do
+    case ${file##*/} in
+      # Whoever runs this is in there.
+      cgroup.procs | cgroup.threads | *.pressure | memory.reclaim) ;;
+      *) [ ! -f "$file" ] || [ ! -w "$file" ] || [ "$(stat -c %A "$file" | cut -c3)" != w ] || printf '%s: %s\n' "$file" "$(tr '\n' ' ' < "$file")" ;;
+    esac
+  done
+}
+
+# show TENANT PATH: a part of what `tenant show` says of its wall.
+show() { pagedctl --json tenant show "$1" | field "v[\"wall\"]$2"; }
+
+gateway() { pagedctl --json tenant show "$1" | field 'v["tenant"]["gateway"]["pid"]'; }
+
+ready() { [ "$(pagedctl --json tenant show "$1" | field 'v["tenant"]["state"]["is"]')" = ready ]; }
+
+another_daemon() {
+  local now
+  now=$(systemctl show -P MainPID pagedd)
+  [ "$now" != "$1" ] && [ "$now" != 0 ] && pagedctl status
+}
+
+# inside TENANT COMMAND...: runs it in the tenant's cgroup.
+inside() {
+  local tenant=$1; shift
+  sh -c 'echo $$ > "$0/cgroup.procs" && exec "$@"' "$tenants/$tenant" "$@"
+}
+
+# share LEAST MOST TENANT SECONDS: percent of a CPU that a process gets that wants all of one.
+share() {
+  local spinner from to percent
+  inside "$3" sh -c 'while :; do :; done' & spinner=$!
+  sleep 0.5
+  from=$(sed -n 's/^usage_usec //p' "$tenants/$3/cpu.stat")
+  sleep "$4"
+  to=$(sed -n 's/^usage_usec //p' "$tenants/$3/cpu.stat")
+  kill -KILL "$spinner"
+  wait "$spinner" 2>/dev/null || true
+  percent=$(((to - from) / 10000 / $4))
+  printf 'a spinner got %s %% of a CPU (%s to %s)\n' "$percent" "$1" "$2"
+  [ "$percent" -ge "$1" ] && [ "$percent" -le "$2" ] || die "$percent % is not from $1 to $2 %"
+}
+
+# refused PATTERN ARGUMENT...: pagedctl refuses it and says so.
+refused() {
+  local pattern=$1; shift
+  if pagedctl "$@" > /tmp/refused 2>&1; then die "not refused: pagedctl $*"; fi
+  grep -Eq "$pattern" /tmp/refused || { cat /tmp/refused; die "pagedctl $* does not say '$pattern'"; }
+}
