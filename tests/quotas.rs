@@ -58,27 +58,37 @@ fn requests_beyond_a_minutes_quota_are_admitted_when_it_is_told_also_after_the_d
     assert_eq!((first.status, number(&first, "x-ratelimit-remaining-requests")), (200, 2));
     for left in [1, 0] {
         let answer = ask(&acme, 2);
-        let (limit, remaining) =
-            (number(&answer, "x-ratelimit-limit-requests"), number(&answer, "x-ratelimit-remaining-requests"));
+        let (limit, remaining) = (
+            number(&answer, "x-ratelimit-limit-requests"),
+            number(&answer, "x-ratelimit-remaining-requests"),
+        );
         assert_eq!((answer.status, limit, remaining), (200, 3, left));
         assert!(answer.header("x-ratelimit-reset-requests").is_some());
     }
     let told = over(&ask(&acme, 2), "requests_per_minute");
     assert!((40_000..=60_100).contains(&told), "{told} ms");
     let again = acme.http.open("POST", "/v1/completions", &key, text.as_bytes()).into_response();
-    assert_eq!((again.status, again.header("pagedd-idempotent-replay")), (200, Some("true")), "{}", again.text());
+    assert_eq!(
+        (again.status, again.header("pagedd-idempotent-replay")),
+        (200, Some("true")),
+        "{}",
+        again.text()
+    );
     assert_eq!(ask(&globex, 2).status, 200, "another tenant's quota is its own");
 
     let pid = daemon.status()["pid"].as_u64().expect("pid") as u32;
     kill_descendant(daemon.root(), pid);
     daemon.wait_ready();
-    wait::until("the tenant is ready again", Duration::from_mins(1), || acme.http.get("/readyz").status == 200);
+    wait::until("the tenant is ready again", Duration::from_mins(1), || {
+        acme.http.get("/readyz").status == 200
+    });
     // What was before is known to the second.
     let asked = Instant::now();
     let told = Duration::from_millis(over(&ask(&acme, 2), "requests_per_minute"));
     let usage = &daemon.tenant_info("acme")["quotas"]["requests_per_minute"];
     assert_eq!((&usage["limit"], &usage["used"]), (&json!(3), &json!(3)), "{usage}");
-    let admitted = wait::within(Duration::from_secs(70), || (ask(&acme, 2).status == 200).then(|| asked.elapsed()));
+    let admitted =
+        wait::within(Duration::from_secs(70), || (ask(&acme, 2).status == 200).then(|| asked.elapsed()));
     let admitted = admitted.expect("it is admitted in the end");
     let off = admitted.abs_diff(told);
     assert!(off < Duration::from_millis(1500), "told {told:?}, admitted after {admitted:?}");
@@ -133,10 +143,8 @@ fn tokens_are_taken_for_all_that_a_request_can_come_to_and_given_back_at_its_end
     }
     over(&ask(&acme, 101), "tokens_per_minute");
     let answer = ask(&acme, 60);
-    let numbers = [
-        number(&answer, "x-ratelimit-limit-tokens"),
-        number(&answer, "x-ratelimit-remaining-tokens"),
-    ];
+    let numbers =
+        [number(&answer, "x-ratelimit-limit-tokens"), number(&answer, "x-ratelimit-remaining-tokens")];
     assert_eq!((answer.status, numbers), (200, [limit, 40]), "its prompt and its 60 tokens are taken");
     wait::until("it has ended", Duration::from_secs(10), || {
         daemon.tenant_info("acme")["quotas"]["max_concurrent"]["used"] == 0

@@ -117,7 +117,8 @@ fn bill_metrics_and_answers_agree_and_what_is_aborted_pays_for_what_was_computed
     events.leave();
     daemon.wait_idle();
     wait::until("the aborted one is billed", LIMIT, || sums(&rows(&daemon, &["acme"]), ["aborted"]) == [1]);
-    let billed = sums(&rows(&daemon, &["acme"]), ["requests", "prompt_tokens", "cached_tokens", "output_tokens"]);
+    let billed =
+        sums(&rows(&daemon, &["acme"]), ["requests", "prompt_tokens", "cached_tokens", "output_tokens"]);
     let counted = [
         metric(&daemon, "pagedd_requests_admitted_total", "acme"),
         metric(&daemon, "pagedd_prompt_tokens_total", "acme"),

@@ -86,10 +86,12 @@ fn date(text: &str) -> Option<u64> {
         return None;
     }
     // Years are counted from March, so that a leap day is a year's last: 400 of them have 146,097 days.
-    let (year_from_march, month_from_march) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
+    let (year_from_march, month_from_march) =
+        if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
     let (era, year_of_era) = (year_from_march / 400, year_from_march % 400);
     let day_of_year = (153 * month_from_march + 2) / 5 + day - 1;
-    let days = era * 146_097 + year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + day_of_year - 719_468;
+    let days =
+        era * 146_097 + year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + day_of_year - 719_468;
     let unix = u64::try_from(days).ok()? * DAY;
     // What is no day of its month is another day's beginning.
     time(unix as i64).starts_with(text).then_some(unix)
@@ -111,15 +113,8 @@ fn render(report: &UsageReport) -> String {
     };
     let heading = what.unwrap_or("");
     let numbers = |row: &UsageRow| {
-        [
-            row.requests,
-            row.aborted,
-            row.failed,
-            row.prompt_tokens,
-            row.cached_tokens,
-            row.output_tokens,
-        ]
-        .map(|number| number.to_string())
+        [row.requests, row.aborted, row.failed, row.prompt_tokens, row.cached_tokens, row.output_tokens]
+            .map(|number| number.to_string())
     };
     let mut sums = [0; 6];
     let mut table = Table::new([
@@ -135,14 +130,8 @@ fn render(report: &UsageReport) -> String {
     for row in &report.rows {
         let [requests, aborted, failed, prompt, cached, output] = numbers(row);
         table.row([tenant(row), part(report.by, row), requests, aborted, failed, prompt, cached, output]);
-        let added = [
-            row.requests,
-            row.aborted,
-            row.failed,
-            row.prompt_tokens,
-            row.cached_tokens,
-            row.output_tokens,
-        ];
+        let added =
+            [row.requests, row.aborted, row.failed, row.prompt_tokens, row.cached_tokens, row.output_tokens];
         sums.iter_mut().zip(added).for_each(|(sum, add)| *sum += add);
     }
     if report.rows.len() > 1 {

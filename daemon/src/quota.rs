@@ -15,8 +15,8 @@ mod account;
 mod pace;
 mod window;
 
-pub use account::{Cost, Excess, Rate, Rates};
 use account::{Account, Charge};
+pub use account::{Cost, Excess, Rate, Rates};
 pub use window::MINUTE_US;
 
 /// Where a daemon's time begins, so that what came before it has a time, too.

@@ -20,8 +20,8 @@ use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
 use pagedd_engine::{Command, EngineHandle, InboxFull, Placed, StepRecord};
 use pagedd_journal::{
-    Admission, DbError, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, LedgerId, Now,
-    Record, Step,
+    Admission, DbError, Durability, Entry, Finish, Idempotency, JournalDb, JournalWriter, Kept, LedgerId,
+    Now, Record, Step,
 };
 use pagedd_sched::AdmitError;
 use tokio::sync::{Notify, mpsc, oneshot, watch};

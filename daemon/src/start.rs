@@ -349,7 +349,8 @@ async fn serve(
     let accounts = Accounts::default();
     usage::recall(&accounts, journal.db(), &restored, recorder::unix()).map_err(|e| state_failure(&e))?;
     let recorder = recorder::start(journal, retention, hub_sender.clone()).context("the journal's thread")?;
-    let exporter = Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside, accounts.clone());
+    let exporter =
+        Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside, accounts.clone());
     let identities = (pagedd_host::peer::own_uid() == 0)
         .then(|| Identities::new(config.tenant_uids.first..=config.tenant_uids.last).map(Mutex::new))
         .transpose()

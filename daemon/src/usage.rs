@@ -110,8 +110,11 @@ impl Collector {
             })
             .await?;
         if let Some(name) = tenant.filter(|_| !known) {
-            return Err(ControlError::new(ErrorCode::UnknownTenant, format!("there never was a tenant `{name}`"))
-                .remedy("`pagedctl usage` shows all that used something, removed ones too"));
+            return Err(ControlError::new(
+                ErrorCode::UnknownTenant,
+                format!("there never was a tenant `{name}`"),
+            )
+            .remedy("`pagedctl usage` shows all that used something, removed ones too"));
         }
         if rows.len() > MOST_ROWS {
             let message = format!("these are {} rows, and {MOST_ROWS} are shown at most", rows.len());
@@ -155,12 +158,7 @@ fn row(row: pagedd_journal::UsageRow) -> UsageRow {
 ///
 /// # Errors
 /// The journal cannot be read.
-pub fn recall(
-    accounts: &Accounts,
-    journal: &JournalDb,
-    live: &[Kept],
-    now_unix: u64,
-) -> Result<(), DbError> {
+pub fn recall(accounts: &Accounts, journal: &JournalDb, live: &[Kept], now_unix: u64) -> Result<(), DbError> {
     let ago = |unix: u64| now_unix.saturating_sub(unix);
     let bills = journal.bills_since(now_unix.saturating_sub(RECENT_S))?;
     let mut used: Vec<(u64, TenantId, u64, u64)> = bills

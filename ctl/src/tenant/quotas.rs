@@ -41,13 +41,17 @@ fn limit(option: &str, text: Option<&str>) -> Result<Option<QuotaLimit>, Failure
         "none" | "default" => Ok(QuotaLimit::None),
         "0" => Err(Failure::Usage {
             message: format!("{option}: with 0 no request would ever be taken"),
-            hint: Some("to take none for now, use `pagedctl tenant suspend`; `none` is without a limit".to_owned()),
+            hint: Some(
+                "to take none for now, use `pagedctl tenant suspend`; `none` is without a limit".to_owned(),
+            ),
         }),
         text => {
             let shown: String = text.chars().filter(|c| !c.is_control()).take(40).collect();
             let number = text.replace('_', "").parse().ok().filter(|number| *number <= MAX_QUOTA);
             number.map(QuotaLimit::At).ok_or_else(|| {
-                Failure::usage(format!("{option}: `{shown}` is neither `none` nor a number from 1 to {MAX_QUOTA}"))
+                Failure::usage(format!(
+                    "{option}: `{shown}` is neither `none` nor a number from 1 to {MAX_QUOTA}"
+                ))
             })
         }
     };

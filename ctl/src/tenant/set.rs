@@ -49,7 +49,8 @@ pub fn run(args: &Args, context: &Context) -> Result<String, Failure> {
         return Err(Failure::Usage {
             message: format!("nothing to change about `{name}`"),
             hint: Some(
-                "give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup, --retention or a quota".to_owned(),
+                "give --port, --kv-floor, --kv-ceiling, --auth, --prompt-lookup, --retention or a quota"
+                    .to_owned(),
             ),
         });
     }

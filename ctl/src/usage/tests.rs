@@ -46,7 +46,10 @@ total                                  12        2       0            200      4
     let behind = Some("no space left".to_owned());
     let late = UsageReport { since_unix: 0, by: UsageBy::Tenant, behind, rows: vec![row("acme", 2)] };
     let (_, text) = done("usage", Reply::Usage(late));
-    assert!(text.contains("note: what ended of late may be missing, and is added later: no space left\n"), "{text}");
+    assert!(
+        text.contains("note: what ended of late may be missing, and is added later: no space left\n"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -79,7 +82,8 @@ fn quotas_are_set_taken_away_and_shown() {
     info.quotas = quotas;
     let notes = vec!["nobody has a key".to_owned()];
     let line = "tenant set acme --tokens-per-minute 20_000 --max-concurrent 4 --requests-per-minute none --max-queued-tokens default";
-    let (command, text) = done(line, Reply::Tenant(TenantShown { tenant: info.clone(), notes: notes.clone() }));
+    let (command, text) =
+        done(line, Reply::Tenant(TenantShown { tenant: info.clone(), notes: notes.clone() }));
     let Command::TenantSet(TenantSet { changes, .. }) = command else { panic!("{command:?}") };
     let expected = QuotaChanges {
         tokens_per_minute: Some(QuotaLimit::At(20_000)),
@@ -96,5 +100,8 @@ fn quotas_are_set_taken_away_and_shown() {
     assert!(text.contains("use it\nnote: nobody has a key\n\nTry it:"), "{text}");
     let outcome = alone("tenant set acme --max-concurrent 0");
     assert_eq!(outcome.code, failure::USAGE);
-    assert!(outcome.stderr.contains("--max-concurrent: with 0 no request would ever be taken\nhint: "), "{outcome:?}");
+    assert!(
+        outcome.stderr.contains("--max-concurrent: with 0 no request would ever be taken\nhint: "),
+        "{outcome:?}"
+    );
 }

@@ -1,7 +1,8 @@
 //! What is answered.
 
 use crate::{
-    CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError, QuotaInfo, UsageReport,
+    CheckpointInfo, CheckpointListed, CheckpointRestoring, CheckpointShown, ControlError, QuotaInfo,
+    UsageReport,
 };
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -40,7 +40,12 @@ pub fn rate_headers(headers: &mut HeaderMap, rates: Rates) {
             "x-ratelimit-remaining-requests",
             "x-ratelimit-reset-requests",
         ),
-        (rates.tokens, "x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
+        (
+            rates.tokens,
+            "x-ratelimit-limit-tokens",
+            "x-ratelimit-remaining-tokens",
+            "x-ratelimit-reset-tokens",
+        ),
     ];
     for (rate, limit, remaining, reset) in names {
         let Some(rate) = rate else { continue };

@@ -59,7 +59,12 @@ fn a_client_that_leaves_before_its_request_is_accepted_cancels_it_once_it_is() {
         })
     });
     drop(stream);
-    server.daemon.send(&ToGateway::Accepted { ticket, request: [9; 16], repeated: false, rates: Rates::default() });
+    server.daemon.send(&ToGateway::Accepted {
+        ticket,
+        request: [9; 16],
+        repeated: false,
+        rates: Rates::default(),
+    });
     assert_eq!(server.daemon.wait_cancel(), [9; 16]);
 }
 

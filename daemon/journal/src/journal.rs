@@ -471,7 +471,8 @@ impl Batch {
 
     /// Nothing of it was committed.
     fn give_back(&self, live: &mut HashMap<RequestId, Live>) {
-        let by_row: HashMap<i64, RequestId> = live.iter().map(|(request, live)| (live.seq, *request)).collect();
+        let by_row: HashMap<i64, RequestId> =
+            live.iter().map(|(request, live)| (live.seq, *request)).collect();
         for (entries, _) in self.rows.values() {
             let mut seq = 0;
             for StepEntry { behind, entry } in entries {

@@ -432,8 +432,7 @@ fn of_body(
     names: &mut Names,
 ) -> Result<(Option<u32>, Arc<str>, u32), DbError> {
     let query = "SELECT body FROM bodies WHERE request = ?1";
-    let bodies =
-        rows(db, path, query, [seq], |row| Ok(unseal::<SavedRequest>(row.get_ref(0)?.as_blob()?)))?;
+    let bodies = rows(db, path, query, [seq], |row| Ok(unseal::<SavedRequest>(row.get_ref(0)?.as_blob()?)))?;
     let Some(Ok(saved)) = bodies.into_iter().next() else { return Ok((None, names.get(""), 0)) };
     Ok((saved.key, names.get(&saved.model), saved.prompt.len() as u32))
 }

@@ -7,7 +7,8 @@ use pagedd_config::{
 };
 use pagedd_control::{
     ControlError, DrainState, ErrorCode, KeyCreate, KeyCreated, KeyInfo, KeyRevoke, MAX_LABEL, MAX_QUOTA,
-    QuotaChanges, QuotaLimit, Removed, Secret, TenantAdded, TenantChanges, TenantRemove, TenantShown, TenantSpec,
+    QuotaChanges, QuotaLimit, Removed, Secret, TenantAdded, TenantChanges, TenantRemove, TenantShown,
+    TenantSpec,
 };
 use pagedd_core::{Blocks, Quota, Quotas, TenantId};
 use pagedd_engine::Command as EngineCommand;
@@ -65,6 +66,7 @@ impl Daemon {
         };
         if let Err(error) = settled {
             self.shop.forget_listener(record.id);
+            self.shop.accounts.forget(record.id);
             if let Ok(tenant) = opened {
                 tenant.close(&self.shop, Parting::Removed).await;
             }

@@ -12,6 +12,7 @@ use super::*;
 use crate::quota::Cost;
 
 mod keeping;
+mod quotas;
 
 const TENANT: TenantId = TenantId(1);
 const STRANGER: TenantId = TenantId(2);
@@ -155,7 +156,10 @@ fn tokens_reach_a_gateway_only_after_it_attached_and_from_its_cursor_on() {
     let mut frames = bench.up(TENANT, 1, 100);
     bench.hub.handle(admitted(1));
     bench.tokens([10, 11, 12]);
-    assert_eq!(frames.try_recv(), Ok(ToGateway::Accepted { ticket: 5, request: REQUEST.0, repeated: false, rates: Rates::default() }));
+    assert_eq!(
+        frames.try_recv(),
+        Ok(ToGateway::Accepted { ticket: 5, request: REQUEST.0, repeated: false, rates: Rates::default() })
+    );
     assert!(frames.try_recv().is_err(), "nothing before it attaches");
     bench.hub.handle(Message::Attach(ConnectionId(1), REQUEST, 1));
     bench.hub.flush();

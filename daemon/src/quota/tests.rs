@@ -126,7 +126,10 @@ fn the_wait_for_a_place_in_a_queue_is_as_long_as_it_is_told() {
                 let real = now + service - asked;
                 // The first has nothing to go by.
                 let error = wait.abs_diff(real);
-                assert!(round == 0 || error * 10 <= service * 3, "{service}: {wait} for {real} in round {round}");
+                assert!(
+                    round == 0 || error * 10 <= service * 3,
+                    "{service}: {wait} for {real} in round {round}"
+                );
             }
             now += service;
             let mut next = queue.pop_front().unwrap();

@@ -44,7 +44,10 @@ fn outputs(db: &ControlDb, tenant: Option<&str>, since_unix: u64, by: UsageBy) -
             .or(row.model);
         let name = row.name.unwrap_or_else(|| format!("#{}", row.tenant.0));
         let gone = if row.removed { "-" } else { "" };
-        (format!("{gone}{name}{}", what.map_or_else(String::new, |what| format!(" {what}"))), row.usage.output_tokens)
+        (
+            format!("{gone}{name}{}", what.map_or_else(String::new, |what| format!(" {what}"))),
+            row.usage.output_tokens,
+        )
     };
     db.usage(&query).unwrap().into_iter().map(shown).collect()
 }
