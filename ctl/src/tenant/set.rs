@@ -30,7 +30,7 @@ pub struct Args {
     #[arg(long, value_name = "SPAN")]
     retention: Option<String>,
     #[command(flatten)]
-    quotas: quotas::Args,
+    quotas: quotas::QuotaArgs,
 }
 
 /// The tenant as it is then.
