@@ -467,9 +467,15 @@ fn quotas(families: &mut Families, name: &str, model: &Model, account: &TenantAc
             ("quota", quota.as_str().to_owned()),
         ];
         let (limit, used, refused) = account.standing(quota);
-        let limit = limit.map_or(f64::INFINITY, |limit| limit as f64);
-        families.gauge("pagedd_quota_limit", "A quota of the tenant's; +Inf without one.", &labels, limit);
-        families.gauge("pagedd_quota_used", "How much of it is taken.", &labels, used as f64);
+        if let Some(limit) = limit {
+            families.gauge("pagedd_quota_limit", "A quota of the tenant's.", &labels, limit as f64);
+        }
+        families.gauge(
+            "pagedd_quota_used",
+            "How much of a quota is taken, whether it is set or not.",
+            &labels,
+            used as f64,
+        );
         let help = "Requests that were refused for it.";
         families.counter("pagedd_quota_refusals", help, &labels, refused);
     }

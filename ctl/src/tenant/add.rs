@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long, value_name = "SPAN")]
     retention: Option<String>,
     #[command(flatten)]
-    quotas: quotas::Args,
+    quotas: quotas::QuotaArgs,
     #[command(flatten)]
     limits: Limits,
 }

@@ -5,7 +5,7 @@ use pagedd_control::{MAX_QUOTA, QuotaChanges, QuotaLimit};
 
 /// What a tenant may ask for.
 #[derive(Debug, clap::Args)]
-pub struct Args {
+pub struct QuotaArgs {
     /// Requests within any minute; `none` is without a limit
     #[arg(long, value_name = "N")]
     requests_per_minute: Option<String>,
@@ -23,7 +23,7 @@ pub struct Args {
     max_queued_tokens: Option<String>,
 }
 
-impl Args {
+impl QuotaArgs {
     /// What is set, checked before the daemon is asked.
     pub fn changes(&self) -> Result<QuotaChanges, Failure> {
         Ok(QuotaChanges {

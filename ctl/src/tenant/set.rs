@@ -30,7 +30,7 @@ pub struct Args {
     #[arg(long, value_name = "SPAN")]
     retention: Option<String>,
     #[command(flatten)]
-    quotas: quotas::Args,
+    quotas: quotas::QuotaArgs,
     #[command(flatten)]
     limits: Limits,
     /// Set limits below what is in use, too: the kernel takes back what it can, and may end the gateway

@@ -275,7 +275,7 @@ impl JournalWriter {
         if requests.is_empty() || matches!(self.state, State::Lost { .. }) {
             return;
         }
-        match self.db.delete_ended(requests, now.unix) {
+        match self.db.delete_ended(requests) {
             Ok(()) => {
                 self.unsynced_since.get_or_insert(now.instant);
                 self.unclean_since.get_or_insert(now.instant);

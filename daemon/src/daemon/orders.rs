@@ -79,6 +79,7 @@ impl Daemon {
         };
         if let Err(error) = settled {
             self.shop.forget_listener(record.id);
+            self.shop.accounts.forget(record.id);
             match opened {
                 Ok(tenant) => tenant.close(&self.shop, Parting::Removed).await,
                 Err(_) => wall.remove().await,

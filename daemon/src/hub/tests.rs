@@ -12,6 +12,7 @@ use super::*;
 use crate::quota::Cost;
 
 mod keeping;
+mod quotas;
 
 const TENANT: TenantId = TenantId(1);
 const STRANGER: TenantId = TenantId(2);

@@ -205,12 +205,8 @@ impl Account {
                 if over <= there {
                     self.tokens.wait(now_us, over)
                 } else {
-                    // A request must end first, and what it came to must leave, too.
-                    self.ends
-                        .wait(now_us, 1)
-                        .unwrap_or(0)
-                        .max(self.tokens.empties_in(now_us))
-                        .max(UNMEASURED_US)
+                    // A request must end first: what it gives back may be enough.
+                    self.ends.wait(now_us, 1).unwrap_or(UNMEASURED_US)
                 }
             }
             Quota::MaxConcurrent => self.ends.wait(now_us, over).unwrap_or(UNMEASURED_US),

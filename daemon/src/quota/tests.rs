@@ -137,7 +137,9 @@ fn the_wait_for_a_place_in_a_queue_is_as_long_as_it_is_told() {
             account.end(now, next);
             queue.push_back(account.admit(now, cost(8, 8)).unwrap());
         }
-        queue.into_iter().for_each(|charge| account.end(now, charge));
+        for charge in queue {
+            account.end(now, charge);
+        }
     }
 }
 

@@ -163,7 +163,7 @@ impl FrameBuffer {
 mod tests {
     use super::*;
     use crate::Sampling;
-    use crate::gateway::{Idempotency, OnLeave, Refusal, Request, ToDaemon, ToGateway};
+    use crate::gateway::{Idempotency, OnLeave, Rates, Refusal, Request, ToDaemon, ToGateway};
     use proptest::prelude::*;
 
     proptest! {

@@ -48,7 +48,7 @@ async fn a_client_that_leaves_after_the_shutdown_cancels_nothing() {
     let (ticket, answer) = submitted(&link);
     link.obey(ToGateway::Accepted { ticket, request: REQUEST, repeated: false, rates: Rates::default() });
     link.obey(attached());
-    let Taken { reader, repeated } = answer.await.unwrap().unwrap();
+    let Taken { reader, repeated, .. } = answer.await.unwrap().unwrap();
     assert!(!repeated);
     link.obey(ToGateway::Shutdown);
     drop(reader);

@@ -33,7 +33,7 @@ impl Bench {
     fn load(&mut self) -> (u32, u32) {
         let (answer, mut load) = oneshot::channel();
         self.hub.handle(Message::Load(answer));
-        let Load { requests, streams } = load.try_recv().unwrap();
+        let Load { requests, streams, .. } = load.try_recv().unwrap();
         (requests, streams)
     }
 }
