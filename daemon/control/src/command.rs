@@ -143,6 +143,7 @@ impl Command {
             | Self::Drain(_)
             | Self::Undrain
             | Self::Status
+            | Self::Reload
             | Self::Metrics
             | Self::Checkpoint(_) => None,
         }
