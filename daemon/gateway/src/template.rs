@@ -127,7 +127,10 @@ fn load(channel: &mut Channel) -> Result<Arc<Text>, TemplateError> {
         Err(error) => (Text::none(), FromTemplate::Failed { error: error.to_string().replace('\n', " ") }),
     };
     channel.send(&outcome, &[])?;
-    Ok(Arc::new(text))
+    let text = Arc::new(text);
+    // Never taken apart: every page of it is shared with all gateways, and each that freed it at its end would first copy it.
+    std::mem::forget(Arc::clone(&text));
+    Ok(text)
 }
 
 /// Waits until the daemon says something, or a child ends, which is then reaped. True where the daemon does.
