@@ -40,3 +40,21 @@ pub fn note(info: Option<&ReloadInfo>) -> String {
         Some(ReloadOutcome::Applied { .. }) | None => String::new(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_names_what_a_reload_left_undone() {
+        let after = |outcome| note(Some(&ReloadInfo { at_unix: 9, outcome }));
+        let refused = after(ReloadOutcome::Refused { error: "/p.yaml:1:1: x".to_owned() });
+        assert_eq!(refused, "; as it is now it is refused, and the one before in force: /p.yaml:1:1: x");
+        let applied = |later: &[&str]| ReloadOutcome::Applied {
+            now: vec!["retention".to_owned()],
+            later: later.iter().map(|key| (*key).to_owned()).collect(),
+        };
+        assert_eq!(after(applied(&["listen", "fsync"])), "; at the next restart: listen, fsync");
+        assert_eq!((after(applied(&[])), note(None)), (String::new(), String::new()));
+    }
+}

@@ -449,15 +449,6 @@ TENANT  STATE  PORT  MODEL    KV FLOOR  KV CEILING  HELD  CACHED  RUNNING  WAITI
 acme    ready  8101  smollm2       20%         50%     7       9        1        2     1  on         4242
 "
     );
-    let reload = |outcome| Some(ReloadInfo { at_unix: 9, outcome });
-    let refused = reload(ReloadOutcome::Refused { error: "/p.yaml:1:1: x".to_owned() });
-    let (_, text) = done("status", Reply::Status(StatusInfo { reload: refused, ..status() }));
-    let line =
-        "config      defaults; as it is now it is refused, and the one before in force: /p.yaml:1:1: x\n";
-    assert!(text.contains(line), "{text}");
-    let later = reload(ReloadOutcome::Applied { now: vec![], later: vec!["listen".to_owned()] });
-    let (_, text) = done("status", Reply::Status(StatusInfo { reload: later, ..status() }));
-    assert!(text.contains("config      defaults; at the next restart: listen\n"), "{text}");
     let bare = StatusInfo { models: vec![], tenants: vec![], ..status() };
     let (_, text) = done("status", Reply::Status(bare));
     assert!(text.ends_with("\n\nno models\n\nno tenants\n"), "{text}");
