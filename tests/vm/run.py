@@ -114,17 +114,16 @@ def build(needs, folder):
         package = folder / "pagedd.deb"
         shutil.copy(os.environ.get("PAGEDD_DEB") or output_of("scripts/deb.sh"), package)
         parts["deb"] = [("deb/pagedd.deb", package)]
-    if "programs" in needs:
+    if {"programs", "tiny"} & needs:
+        # As `make build-dev` has them: nothing is compiled twice.
         points = "pagedd/failpoints,pagedd-worker/failpoints,pagedd-gateway/failpoints"
-        command = ["cargo", "build", "--locked", "--quiet", "--workspace", "--bins", "--features", points]
+        command = ["cargo", "build", "--locked", "--quiet", "--workspace", "--bins", "--example", "tiny_model", "--features", points]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             raise Mistake("the programs do not build")
         parts["programs"] = [(f"programs/{name}", TARGET / "debug" / name) for name in PROGRAMS]
+        parts["tiny"] = [("model/tiny.gguf", pathlib.Path(output_of(str(TARGET / "debug/examples/tiny_model"), str(folder / "tiny.gguf"))))]
     if "model" in needs:
         parts["model"] = [("model/smollm2.gguf", pathlib.Path(output_of("scripts/fetch_model.sh")))]
-    if "tiny" in needs:
-        command = ["cargo", "run", "--locked", "--quiet", "--package", "pagedd-tests", "--example", "tiny_model", "--"]
-        parts["tiny"] = [("model/tiny.gguf", pathlib.Path(output_of(*command, str(folder / "tiny.gguf"))))]
     return parts
 
 

@@ -10,7 +10,7 @@ use clap_complete::Shell;
 fn main() -> io::Result<()> {
     let mut args = std::env::args_os().skip(1);
     let (Some(folder), None) = (args.next(), args.next()) else {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "usage: pages FOLDER"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "usage: pagedctl_pages FOLDER"));
     };
     let folder = Path::new(&folder);
     std::fs::create_dir_all(folder)?;

@@ -25,7 +25,7 @@ const SETTINGS: &str = include_str!("../../etc/pagedd.yaml");
 fn main() -> io::Result<()> {
     let mut args = std::env::args_os().skip(1);
     let (Some(folder), None) = (args.next(), args.next()) else {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "usage: pages FOLDER"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "usage: pagedd_pages FOLDER"));
     };
     let folder = Path::new(&folder);
     fs::create_dir_all(folder)?;
