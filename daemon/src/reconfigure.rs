@@ -211,6 +211,7 @@ pub fn merge(before: &Config, read: &Config) -> (Config, Difference) {
         log: Log { level, format },
         gateway: Gateway { max_body, max_connections, header_timeout, idle_timeout },
         tenant_uids,
+        cgroups,
         fsync,
         retention,
         reattach_grace,
@@ -232,6 +233,7 @@ pub fn merge(before: &Config, read: &Config) -> (Config, Difference) {
     of.now("gateway.header_timeout", header_timeout, &read.gateway.header_timeout);
     of.now("gateway.idle_timeout", idle_timeout, &read.gateway.idle_timeout);
     of.later("tenant_uids", tenant_uids, &read.tenant_uids);
+    of.later("cgroups", cgroups, &read.cgroups);
     of.later("fsync", fsync, &read.fsync);
     of.now("retention", retention, &read.retention);
     of.now("reattach_grace", reattach_grace, &read.reattach_grace);

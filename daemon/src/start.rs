@@ -186,7 +186,8 @@ fn run(config: Config, cli: Cli) -> Result<End, Failure> {
         .context("runtime")?;
     // Before there is another process or thread: whatever is started from here on is in its place from the start.
     let walls = Walls::build(config.cgroups).map_err(|e| Failure::new(exit::CONFIG, e))?;
-    let around = surroundings(&config, store.clone(), Watchdog::from_env(), Arc::new(walls))?;
+    let walls = Arc::new(walls);
+    let around = surroundings(&config, store.clone(), Watchdog::from_env(), walls.clone())?;
     let lifeline = keeper::lifeline();
     // The keeper waits by itself.
     if lifeline.is_none() {

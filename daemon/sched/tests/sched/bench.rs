@@ -417,7 +417,12 @@ impl Bench {
         let twice = self.finished.iter().any(|f| (f.request, f.choice) == (end.request, end.choice));
         assert!(!twice, "{end:?} twice");
         if let Some(ended) = end.ended {
-            assert!(ended.cached_tokens < ended.prompt_tokens, "{ended:?}");
+            let prompt = Tokens(request.prompt.len() as u32);
+            assert!(ended.cached_tokens <= ended.prompt_tokens && ended.cached_tokens < prompt, "{ended:?}");
+            assert!(ended.prompt_tokens <= prompt, "{ended:?} of {prompt}");
+            if ended.output_tokens > Tokens::ZERO {
+                assert_eq!(ended.prompt_tokens, prompt, "{end:?}");
+            }
             if let Some(cached) = self.started.get(&end.request) {
                 assert_eq!(ended.cached_tokens, *cached, "{end:?}");
             }
