@@ -391,6 +391,7 @@ impl GatewayTask {
         if let Some(model) = self.model.state.borrow().model() {
             check(&request, &model.info)?;
         }
+        check_key(request.key, self.facts.borrow().keys.as_deref())?;
         let idempotency = request.idempotency.map(|made| Idempotency { key: made.key, body: made.body });
         let mut held = None;
         if let Some(idempotency) = idempotency {
@@ -589,6 +590,17 @@ fn check(request: &Request, info: &ModelInfo) -> Result<(), Refusal> {
         return invalid("repetition_penalty", "a penalty is outside of its range".to_owned());
     }
     Ok(())
+}
+
+/// Whether a request's key is one of the tenant's: keys are numbered over all tenants.
+fn check_key(key: Option<u32>, keys: Option<&[KeyEntry]>) -> Result<(), Refusal> {
+    match key {
+        Some(key) if !keys.unwrap_or_default().iter().any(|known| known.id == key) => Err(Refusal::Invalid {
+            param: "key".to_owned(),
+            message: "the API key is not this tenant's".to_owned(),
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Has a request asked again soon, unless it has waited for too long, or too many wait.
