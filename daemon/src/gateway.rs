@@ -38,6 +38,8 @@ use crate::worker::ModelState;
 
 /// Frames that may wait for a gateway: more than it can have questions open.
 const OUTBOX: usize = 8192;
+/// Bytes read from a gateway at once; every tenant has so many set aside.
+const READ: usize = 16 << 10;
 /// How long a gateway may take to end once its connection is closed.
 const DEATH: Duration = Duration::from_secs(2);
 /// How long a request waits for one that came with the same `Idempotency-Key` and is being admitted.
@@ -262,7 +264,7 @@ impl GatewayTask {
         let mut model_lives = true;
         let (waiting, mut waited) = mpsc::channel(CLAIM_WAITERS);
         let mut buffer = FrameBuffer::new();
-        let mut scratch = vec![0; 64 << 10];
+        let mut scratch = vec![0; READ];
         let mut greeted = false;
         let mut told = None;
         loop {
