@@ -40,6 +40,8 @@ use crate::worker::ModelState;
 
 /// Frames that may wait for a gateway: more than it can have questions open.
 const OUTBOX: usize = 8192;
+/// Bytes read from a gateway at once; every tenant has so many set aside.
+const READ: usize = 16 << 10;
 /// How long a gateway may take to end once its connection is closed.
 const DEATH: Duration = Duration::from_secs(2);
 /// How long a request waits for one that came with the same `Idempotency-Key` and is being admitted.
@@ -281,7 +283,7 @@ impl GatewayTask {
         let mut model_lives = true;
         let (waiting, mut waited) = mpsc::channel(CLAIM_WAITERS);
         let mut buffer = FrameBuffer::new();
-        let mut scratch = vec![0; 64 << 10];
+        let mut scratch = vec![0; READ];
         let mut greeted = false;
         let mut told = None;
         loop {
@@ -415,6 +417,7 @@ impl GatewayTask {
         if let Some(model) = self.model.state.borrow().model() {
             check(&request, &model.info)?;
         }
+        check_key(request.key, self.facts.borrow().keys.as_deref())?;
         let idempotency = request.idempotency.map(|made| Idempotency { key: made.key, body: made.body });
         let mut held = None;
         if let Some(idempotency) = idempotency {
@@ -621,6 +624,17 @@ fn check(request: &Request, info: &ModelInfo) -> Result<(), Refusal> {
         return invalid("repetition_penalty", "a penalty is outside of its range".to_owned());
     }
     Ok(())
+}
+
+/// Whether a request's key is one of the tenant's: keys are numbered over all tenants.
+fn check_key(key: Option<u32>, keys: Option<&[KeyEntry]>) -> Result<(), Refusal> {
+    match key {
+        Some(key) if !keys.unwrap_or_default().iter().any(|known| known.id == key) => Err(Refusal::Invalid {
+            param: "key".to_owned(),
+            message: "the API key is not this tenant's".to_owned(),
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Has a request asked again soon, unless it has waited for too long, or too many wait.

@@ -13,7 +13,7 @@ use std::{env, thread};
 
 use pagedd_host::{Child, Sandbox, Spawn, inherited, spawn};
 use pagedd_wire::gateway::{
-    Answer, Entry, Finish, Idempotency, OnLeave, Query, Request, RequestId, ToDaemon, ToGateway,
+    Answer, Entry, Finish, Idempotency, OnLeave, Query, Refusal, Request, RequestId, ToDaemon, ToGateway,
 };
 use pagedd_wire::template::{FromTemplate, ToTemplate};
 use pagedd_wire::{Channel, ChannelError, FrameBuffer, PROTOCOL, Sampling, encode};
@@ -22,6 +22,8 @@ use pagedd_wire::{Channel, ChannelError, FrameBuffer, PROTOCOL, Sampling, encode
 const MADE: Idempotency = Idempotency { key: [7; 32], body: [8; 32] };
 /// Longer than all tries take.
 const LONG: u32 = 10_000;
+/// Lives of the attacker.
+const LIVES: usize = 5;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn main() {
@@ -163,32 +165,43 @@ fn victim(mut link: Link) {
     link.say(&ToDaemon::Hello { protocol: PROTOCOL });
     link.wait_open();
     link.say(&ToDaemon::Submit { ticket: 1, request: Box::new(request(LONG, Some(1))) });
-    let mut tokens = 0;
-    let mut finish = None;
+    let mut after = 0;
     while let Some(frame) = link.hear() {
         match frame {
             ToGateway::Accepted { request, .. } => {
                 link.say(&ToDaemon::Attach { request, from: 0 });
-                fs::write(beside("victim.new"), request).expect("write the id");
-                fs::rename(beside("victim.new"), beside("victim")).expect("tell the id");
+                tell("victim", request);
             }
             ToGateway::Entries(deliveries) => {
+                let tried = lives() == LIVES;
                 for entry in deliveries.into_iter().flat_map(|delivery| delivery.entries) {
                     match entry {
-                        Entry::Token { .. } => tokens += 1,
-                        Entry::Finish { reason, .. } => finish = Some(reason),
-                        Entry::End { .. } => {
-                            fs::write(beside("ended.new"), format!("{tokens} {finish:?}"))
-                                .expect("write the end");
-                            fs::rename(beside("ended.new"), beside("ended")).expect("tell the end");
-                        }
+                        Entry::Token { .. } => after += u32::from(tried),
+                        Entry::Finish { reason, .. } => tell("ended", format!("{reason:?}")),
+                        Entry::End { .. } => {}
                     }
+                }
+                if after >= 50 {
+                    tell("ended", "it goes on");
+                    after = 0;
                 }
             }
             ToGateway::Refused { refusal, .. } => panic!("{refusal:?}"),
             _ => {}
         }
     }
+}
+
+/// Writes a file that is whole as soon as it is there.
+fn tell(name: &str, what: impl AsRef<[u8]>) {
+    let new = beside("new");
+    fs::write(&new, what).expect("write");
+    fs::rename(&new, beside(name)).expect("tell");
+}
+
+/// How many tries have been reported.
+fn lives() -> usize {
+    fs::read_to_string(beside("report")).map_or(0, |text| text.lines().count())
 }
 
 fn attacker() {
@@ -200,10 +213,10 @@ fn attacker() {
         thread::sleep(Duration::from_millis(10));
     };
     let report = || OpenOptions::new().create(true).append(true).open(beside("report")).expect("the report");
-    let life = fs::read_to_string(beside("report")).map_or(0, |text| text.lines().count());
+    let life = lives();
     let hello = ToDaemon::Hello { protocol: PROTOCOL };
     let attach = ToDaemon::Attach { request: victim, from: 0 };
-    let closing: [(&str, Vec<u8>); 4] = [
+    let closing: [(&str, Vec<u8>); LIVES - 1] = [
         ("a frame before the hello", encode(&attach).expect("a frame")),
         ("another protocol", encode(&ToDaemon::Hello { protocol: PROTOCOL + 1 }).expect("a frame")),
         ("a frame of 4 GiB", [encode(&hello).expect("a frame"), u32::MAX.to_le_bytes().to_vec()].concat()),
@@ -236,10 +249,11 @@ fn by_frames(link: &mut Link, victim: RequestId) -> Vec<String> {
     link.say(&ToDaemon::Cancel { request: victim });
     link.say(&ToDaemon::Attach { request: victim, from: 0 });
     link.say(&ToDaemon::Query { ticket: 1, query: Query::Metrics });
-    // The same key of idempotency, and the number of the other tenant's API key.
+    // The number of the other tenant's API key; and the same key of idempotency.
     link.say(&ToDaemon::Submit { ticket: 2, request: Box::new(request(LONG, Some(1))) });
-    let (mut not_found, mut metrics, mut own) = (0, false, None);
-    while not_found < 5 || !metrics || own.is_none() {
+    link.say(&ToDaemon::Submit { ticket: 3, request: Box::new(request(LONG, None)) });
+    let (mut not_found, mut metrics, mut refused, mut own) = (0, false, false, None);
+    while not_found < 5 || !metrics || !refused || own.is_none() {
         match link.hear() {
             Some(ToGateway::NotFound { request }) if request == victim => not_found += 1,
             Some(ToGateway::Answer { answer: Answer::Metrics(text), .. }) => {
@@ -248,7 +262,10 @@ fn by_frames(link: &mut Link, victim: RequestId) -> Vec<String> {
                     lines.push("METRICS name the other tenant".to_owned());
                 }
             }
-            Some(ToGateway::Accepted { request, repeated, .. }) => {
+            Some(ToGateway::Refused { ticket: 2, refusal: Refusal::Invalid { param, .. } }) => {
+                refused = param == "key";
+            }
+            Some(ToGateway::Accepted { ticket: 3, request, repeated }) => {
                 own = Some(request);
                 if repeated || request == victim {
                     lines.push("the other's request was ACCEPTED".to_owned());
@@ -261,7 +278,7 @@ fn by_frames(link: &mut Link, victim: RequestId) -> Vec<String> {
             }
         }
     }
-    lines.push(format!("{not_found} not found"));
+    lines.push(format!("{not_found} not found, the other's key refused"));
     // The same frames with an id of its own do what they say.
     let own = own.expect("accepted");
     link.say(&ToDaemon::Attach { request: own, from: 0 });

@@ -255,11 +255,8 @@ impl Site {
         let mut command = match (self.disk, self.user) {
             (None, None) => Command::new(program),
             (None, Some((user, capabilities))) => {
-                let plus: String = capabilities
-                    .split(',')
-                    .filter(|name| !name.is_empty())
-                    .map(|name| format!(",+{name}"))
-                    .collect();
+                let names = capabilities.split(',').filter(|name| !name.is_empty());
+                let plus = names.fold(String::new(), |list, name| list + ",+" + name);
                 let mut command = Command::new("setpriv");
                 command.args([
                     format!("--reuid={user}"),
