@@ -50,6 +50,8 @@ const CLAIM_WAIT: Duration = Duration::from_secs(10);
 const CLAIM_WAITERS: usize = 1024;
 /// Between two tries of such a request.
 const CLAIM_PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
+/// Restarts within a minute that come at once: a gateway that its limits ended is back before its clients give up.
+const FREE_RESTARTS: usize = 5;
 /// Most choices of one request.
 const MAX_N: u32 = 16;
 /// Most stop tokens of one request: each token that is drawn is looked up among them.
@@ -185,7 +187,7 @@ impl From<pagedd_config::Gateway> for GatewayLimits {
 impl GatewayTask {
     /// Keeps a gateway running until the tenant goes or the daemon does.
     pub async fn run(mut self) {
-        let mut backoff = Backoff::new(5, Duration::from_secs(10));
+        let mut backoff = Backoff::new(1 + FREE_RESTARTS, Duration::from_secs(10));
         let mut facts = self.facts.clone();
         loop {
             let started = tokio::select! {

@@ -1,14 +1,14 @@
 #!/bin/bash
 # Limits of a tenant bind on its processes, change live, and go with it; nothing above the delegated cgroup is written, nothing is left behind.
 # layer: uml
-# seconds: 300
+# seconds: 600
 # memory: 2048
 # needs: programs tiny
 . /run/payload/lib.sh
 . /run/payload/tools/walls.sh
 install -t /usr/bin "$payload"/programs/*
 useradd --system --no-create-home pagedd
-configure tiny "  kv_memory: 4096 tokens" "cgroups: required"
+configure tiny " kv_memory: 4096 tokens" "cgroups: required" "gateway: { max_body: 64MiB }"
 
 say "a service with Delegate=yes, as a user without privileges"
 # Another delegated unit, so that systemd has enabled above what a delegation needs before anything is looked at.
@@ -43,12 +43,12 @@ complete "$port_b" "$key_b" tiny 8 > /dev/null
 pagedctl tenant show a
 
 say "cpu.max binds, live"
-share 40 60 a 4
+share 25 60 a 4
 pagedctl tenant set a --cpu-max 20% > /tmp/set
 grep -q '^cpu.max .*20%' /tmp/set || die "tenant set does not show it"
-share 12 28 a 4
+share 8 28 a 4
 pagedctl tenant set a --cpu-max max > /dev/null
-share 75 101 a 4
+share 65 110 a 4
 [ "$(show a '["usage"]["throttled_us"]')" -gt 500000 ] || die "tenant show knows of no throttling"
 
 say "memory.max binds, live, and the gateway is back"
@@ -71,6 +71,7 @@ done
 wait
 within 10 ready a
 say "the gateway was $was and is $(gateway a); killed $(show a '["usage"]["oom_kills"]') times in all"
+[ "$(gateway a)" != "$was" ] || die "four bodies of 30 MB fit into 24 MiB"
 equal "the daemon" "$main" "$(systemctl show -P MainPID pagedd)"
 complete "$port_b" "$key_b" tiny 8 > /dev/null
 pagedctl tenant set a --memory-max max > /dev/null

@@ -7,7 +7,7 @@
 . /run/payload/lib.sh
 . /run/payload/tools/walls.sh
 install -t /usr/bin "$payload"/programs/*
-configure tiny "  kv_memory: 1024 tokens" "cgroups: required"
+configure tiny " kv_memory: 1024 tokens" "cgroups: required"
 start_pagedd
 within 200 models_ready
 equal "walls" full "$(pagedctl --json status | field 'v["walls"]["is"]')"
