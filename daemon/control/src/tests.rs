@@ -225,7 +225,7 @@ fn replies() -> Vec<(Reply, String)> {
                 r#""drain":{"state":{"is":"admitting"},"requests":3,"running":1,"waiting":2,"streams":1,"too_large":4},"#,
                 r#""models":[{"name":"m","path":"/m.gguf","state":{"is":"loading","permille":500},"#,
                 r#""architecture":"llama","parameters":null,"device":"cpu","dtype":null,"kv_dtype":null,"#,
-                r#""kernels":null,"threads":2,"weight_bytes":null,"kv_bytes":null,"block_size":16,"#,
+                r#""kernels":null,"threads":2,"weight_bytes":null,"kv_bytes":null,"scratch_bytes":null,"pinned_bytes":null,"memory_bytes":null,"block_size":16,"#,
                 r#""max_model_len":null,"blocks_total":1000,"blocks_free":984,"blocks_cached":9,"blocks_held":7,"#,
                 r#""running":1,"waiting":2,"steps":0,"last_step_age_ms":null,"worker_pid":null,"restarts":0,"#,
                 r#""weights_reused":null}],"tenants":[]}"#
