@@ -1,7 +1,7 @@
 #!/bin/bash
 # A tenant keeps to its cpuset, live; CPUs that are offline are left out and said to be, and none at all is refused. With all controllers walls are full.
 # layer: tcg
-# seconds: 400
+# seconds: 600
 # memory: 1536
 # needs: programs tiny
 . /run/payload/lib.sh
