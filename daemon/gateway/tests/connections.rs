@@ -479,7 +479,7 @@ fn a_client_that_connected_before_the_end_and_asks_after_it_is_answered_and_not_
     assert_eq!(&answer, b"HTTP/1.1 200");
     let mut fresh = connect(server.address);
     let until = Instant::now() + Duration::from_secs(10);
-    while !get(server.address, "/metrics").body.contains("gateway_connections 3\n") {
+    while !get(server.address, "/metrics").body.contains("gateway_connections{tenant=\"acme\"} 3\n") {
         assert!(Instant::now() < until, "{}", get(server.address, "/metrics").body);
     }
     server.daemon.send(&ToGateway::Shutdown);
