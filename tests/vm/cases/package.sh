@@ -37,13 +37,14 @@ text=$(complete "$port_acme" "$key_acme" tiny 8)
 [ -n "$text" ] || die "an empty completion"
 
 say "upgraded while requests come"
-python3 "$payload/tools/ask.py" --port "$port_acme" --key "$key_acme" --model tiny --seconds 12 --rate 10 > /tmp/asked &
+python3 "$payload/tools/ask.py" --port "$port_acme" --key "$key_acme" --model tiny --seconds 150 --rate 10 > /tmp/asked &
 asking=$!
 before=$(systemctl show -P MainPID pagedd)
 within 10 test -s /tmp/asked
 dpkg -i "$deb" > /tmp/upgrade 2>&1 || { cat /tmp/upgrade; die "the upgrade"; }
 [ "$(systemctl show -P MainPID pagedd)" != "$before" ] || die "the daemon was not restarted"
 equal "state after the upgrade" "enabled active" "$(state) $(active)"
+kill -TERM "$asking"
 wait "$asking" || { tail -n 5 /tmp/asked; die "requests were lost"; }
 tail -n 1 /tmp/asked
 equal "the text" "$text" "$(complete "$port_acme" "$key_acme" tiny 8)"

@@ -49,14 +49,14 @@ model_file() {
   printf '%s\n' "$to"
 }
 
-# configure MODEL [LINE...]: /etc/pagedd/pagedd.yaml with one model; lines are of its settings, or, at the left margin, top-level keys.
+# configure MODEL [LINE...]: /etc/pagedd/pagedd.yaml with one model; lines with leading blanks are of its settings, others of the top level.
 configure() {
   local name=$1 line; shift
   mkdir -p /etc/pagedd
   {
     for line in "$@"; do [ "${line# }" != "$line" ] || printf '%s\n' "$line"; done
     printf 'models:\n  %s:\n    path: %s\n' "$name" "$(model_file "$name")"
-    for line in "$@"; do [ "${line# }" = "$line" ] || printf '   %s\n' "$line"; done
+    for line in "$@"; do [ "${line# }" = "$line" ] || printf '    %s\n' "${line#"${line%%[! ]*}"}"; done
   } > /etc/pagedd/pagedd.yaml
 }
 

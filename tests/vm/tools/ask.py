@@ -4,11 +4,12 @@
   ask.py --port N --key KEY --model NAME [--rate R] [--seconds S] [--tokens T] [--json FILE]
 
 A line for each second, and one of all at the end. Fine are answers (200), whole, and a 503 with Retry-After. An answer that was begun and broken off is
-asked for again by its id until it is there: then it is fine, too. Exit code 1 where a request was lost, refused or answered otherwise.
+asked for again by its id until it is there: then it is fine, too. SIGTERM ends the asking early. Exit code 1 where a request was lost, refused or answered otherwise.
 """
 import argparse
 import http.client
 import json
+import signal
 import sys
 import threading
 import time
@@ -102,10 +103,13 @@ def main():
     options.add_argument("--json", help="write what came of them, too")
     options = options.parse_args()
     asker = Asker(options)
+    enough = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: enough.set())
     threads, start, said = [], time.monotonic(), 0
     for number in range(int(options.rate * options.seconds)):
         # At its own time, whatever became of the others.
-        time.sleep(max(0.0, start + number / options.rate - time.monotonic()))
+        if enough.wait(max(0.0, start + number / options.rate - time.monotonic())):
+            break
         thread = threading.Thread(target=asker.ask, args=(number,))
         thread.start()
         threads.append(thread)
