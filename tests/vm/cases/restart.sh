@@ -4,7 +4,7 @@
 # seconds: 150
 # needs: programs tiny
 . /run/payload/lib.sh
-. "$payload/tools/install_programs.sh"
+install_programs
 configure tiny " kv_memory: 8192 tokens" " threads: 1" "log: {level: warn}"
 systemctl start pagedd
 within 20 models_ready

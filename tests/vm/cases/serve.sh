@@ -1,7 +1,7 @@
 #!/bin/bash
 # Installed, configured, started: two tenants chat with the real model, over reload, restart and stop; purged, and nothing was an error.
 # layer: uml
-# seconds: 420
+# seconds: 600
 # memory: 2048
 # needs: deb model
 . /run/payload/lib.sh

@@ -4,7 +4,7 @@
 # seconds: 200
 # needs: programs tiny
 . /run/payload/lib.sh
-. "$payload/tools/install_programs.sh"
+install_programs
 
 say "1,000 sockets of a service under the properties of pagedd's unit"
 properties=()

@@ -4,7 +4,7 @@
 # seconds: 90
 # needs: programs tiny
 . /run/payload/lib.sh
-. "$payload/tools/install_programs.sh"
+install_programs
 configure tiny " kv_memory: 4096 tokens" " threads: 1"
 shown() { systemctl show -P "$1" pagedd.service; }
 says() { shown StatusText | grep -qF "$1"; }

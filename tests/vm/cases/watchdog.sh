@@ -4,7 +4,7 @@
 # seconds: 150
 # needs: programs tiny
 . /run/payload/lib.sh
-. "$payload/tools/install_programs.sh"
+install_programs
 watchdog=4
 configure tiny " kv_memory: 4096 tokens" " threads: 1"
 mkdir -p /etc/systemd/system/pagedd.service.d

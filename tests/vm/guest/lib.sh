@@ -28,13 +28,14 @@ at_most() {
 # field EXPRESSION: of `v`, the JSON on the input.
 field() { python3 -c "import json, sys; v = json.load(sys.stdin); print($1)"; }
 
-# install_programs: programs/ of the payload as the package would have them, with units and user, but with nothing started or configured.
+# install_programs: programs/ of the payload and the repository's units, as the package has them, with nothing started or configured. For cases
+# that need fail points.
 install_programs() {
-  install -D -t /usr/bin "$payload"/programs/{pagedd,pagedctl}
-  install -D -t /usr/lib/pagedd "$payload"/programs/{pagedd-worker,pagedd-gateway}
-  install -D -m 644 -t /usr/lib/systemd/system "$payload"/systemd/pagedd.{service,socket}
-  install -D -m 644 "$payload/systemd/pagedd.sysusers" /usr/lib/sysusers.d/pagedd.conf
-  install -D -m 644 "$payload/systemd/pagedd.tmpfiles" /usr/lib/tmpfiles.d/pagedd.conf
+  local name
+  for name in pagedd pagedd-worker pagedd-gateway pagedctl; do ln -sf "$payload/programs/$name" "/usr/bin/$name"; done
+  install -m 644 -t /usr/lib/systemd/system "$payload"/systemd/pagedd.{service,socket}
+  install -m 644 "$payload/systemd/pagedd.sysusers" /usr/lib/sysusers.d/pagedd.conf
+  install -m 644 "$payload/systemd/pagedd.tmpfiles" /usr/lib/tmpfiles.d/pagedd.conf
   systemd-sysusers pagedd.conf
   systemd-tmpfiles --create pagedd.conf
   systemctl daemon-reload
@@ -59,10 +60,6 @@ configure() {
     for line in "$@"; do [ "${line# }" = "$line" ] || printf '    %s\n' "${line#"${line%%[! ]*}"}"; done
   } > /etc/pagedd/pagedd.yaml
 }
-
-# unit_properties: of `systemd-run`, what pagedd needs of a unit, for cases that bring none.
-unit_properties=(-p Type=notify -p NotifyAccess=main -p Delegate=yes -p FileDescriptorStoreMax=4096 -p LimitNOFILE=65536
-  -p Restart=on-failure -p RestartSec=100ms -p StartLimitIntervalSec=0 -p StateDirectory=pagedd -p RuntimeDirectory=pagedd)
 
 models_ready() { [ "$(pagedctl --json status | field 'all(m["state"]["is"] == "ready" for m in v["models"])')" = True ]; }
 
