@@ -34,8 +34,8 @@ flock 9
   cargo build --locked --release --workspace --bins
   pages=$target/release/pages
   rm -rf "$pages"
-  cargo run --locked --quiet --package pagedctl --example pagedctl_pages -- "$pages"
-  cargo run --locked --quiet --package pagedd --example pagedd_pages -- "$pages"
+  cargo run --locked --release --quiet --package pagedctl --example pagedctl_pages -- "$pages"
+  cargo run --locked --release --quiet --package pagedd --example pagedd_pages -- "$pages"
   gzip -9 --no-name "$pages"/*.[158]
   python3 scripts/third_party.py "$pages/third-party.txt.gz"
   made=$("$deb" deb --locked --no-build --strip --quiet --package pagedd --output "$target/debian/" | tail -n 1)
