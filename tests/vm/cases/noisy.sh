@@ -36,8 +36,7 @@ done
 
 say "how soon the flooded gateway is back after a kill, five times"
 for _ in 1 2 3 4 5; do
-  gateway=$(pagedctl --json status | field 'next(t["gateway"]["pid"] for t in v["tenants"] if t["name"] == "a")' 2>/dev/null) || gateway=
-  [ -n "$gateway" ] || gateway=$(head -n 1 /sys/fs/cgroup/system.slice/pagedd.service/tenants/a/cgroup.procs)
+  gateway=$(pagedctl --json tenant show a | field 'v["tenant"]["gateway"]["pid"]')
   kill -KILL "$gateway"
   python3 - "$port_a" <<'PY'
 import http.client, sys, time

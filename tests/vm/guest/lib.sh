@@ -61,6 +61,10 @@ configure() {
   } > /etc/pagedd/pagedd.yaml
 }
 
+# unit_properties: for `systemd-run`, what pagedd needs of a unit, for cases that do without the shipped one.
+unit_properties=(-p Type=notify -p NotifyAccess=main -p Delegate=yes -p FileDescriptorStoreMax=4096 -p LimitNOFILE=65536
+  -p Restart=on-failure -p RestartSec=100ms -p StartLimitIntervalSec=0 -p StateDirectory=pagedd -p RuntimeDirectory=pagedd)
+
 models_ready() { [ "$(pagedctl --json status | field 'all(m["state"]["is"] == "ready" for m in v["models"])')" = True ]; }
 
 # add_tenant NAME [OPTION...]: sets port_NAME and key_NAME.
