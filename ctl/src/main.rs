@@ -1,4 +1,4 @@
-//! `pagedctl`, the program; what it does is the library's, so that examples/pagedctl_pages.rs can tell of it, too.
+//! `pagedctl`, the program; what it does is the library's, so that `examples/pagedctl_pages.rs` can tell of it, too.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! The command line of `pagedd`: what can be typed. Also read by examples/pagedd_pages.rs, which makes the manual.
+//! The command line of `pagedd`: what can be typed. Also read by `examples/pagedd_pages.rs`, which makes the manual.
 
 use std::path::PathBuf;
 
