@@ -287,16 +287,14 @@ fn by_frames(link: &mut Link, victim: RequestId) -> Vec<String> {
         match link.hear() {
             Some(ToGateway::Entries(deliveries)) => {
                 let entries = deliveries.into_iter().flat_map(|delivery| {
-                    if delivery.request == victim {
-                        panic!("entries of the other tenant's request");
-                    }
+                    assert_ne!(delivery.request, victim, "entries of the other tenant's request");
                     delivery.entries
                 });
-                let finish = entries.filter_map(|entry| match entry {
+                let mut finish = entries.filter_map(|entry| match entry {
                     Entry::Finish { reason, .. } => Some(reason),
                     Entry::Token { .. } | Entry::End { .. } => None,
                 });
-                if let Some(reason) = finish.last() {
+                if let Some(reason) = finish.next_back() {
                     let cancelled = reason == Finish::Cancelled;
                     lines.push(format!("its own is cancelled: {cancelled}"));
                     break;

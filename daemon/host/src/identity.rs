@@ -93,10 +93,6 @@ fn has_process(uid: u32) -> io::Result<bool> {
 mod tests {
     use super::*;
 
-    fn nobody(_: u32) -> io::Result<bool> {
-        Ok(false)
-    }
-
     #[test]
     fn an_id_that_a_process_has_is_not_given_out_until_it_is_gone() {
         let mut ids = Identities::over(100..=101, |uid| Ok(uid == 100)).unwrap();
@@ -119,7 +115,7 @@ mod tests {
 
     #[test]
     fn a_released_id_rests_while_there_are_others() {
-        let mut ids = Identities::over(100..=102, nobody).unwrap();
+        let mut ids = Identities::over(100..=102, |_| Ok(false)).unwrap();
         let mut given = Vec::new();
         for _ in 0..4 {
             let id = ids.allocate().unwrap();

@@ -79,7 +79,7 @@ impl Drop for Victim {
 }
 
 fn lines(attempts: &[Attempt]) -> String {
-    attempts.iter().map(|attempt| format!("{attempt}\n")).collect()
+    attempts.iter().fold(String::new(), |text, attempt| text + &attempt.to_string() + "\n")
 }
 
 pub fn outside_of_the_jail_the_attacks_work() {

@@ -180,11 +180,11 @@ pub fn a_child_has_no_capability_or_those_to_change_its_user_and_keeps_them_over
         cat.sandbox = Sandbox { no_new_privs: true, capabilities };
         let (status, ended) = output(cat);
         assert!(ended.success(), "{ended}");
-        ["CapPrm", "CapEff", "CapAmb"].map(|name| u64::from_str_radix(&field(&status, name), 16).unwrap())
+        ["CapPrm", "CapEff", "CapAmb"].map(|name| u64::from_str_radix(field(&status, name), 16).unwrap())
     };
     assert_eq!(of(Capabilities::None), [0; 3]);
     let had =
-        u64::from_str_radix(&field(&fs::read_to_string("/proc/self/status").unwrap(), "CapPrm"), 16).unwrap();
+        u64::from_str_radix(field(&fs::read_to_string("/proc/self/status").unwrap(), "CapPrm"), 16).unwrap();
     // CAP_SETGID and CAP_SETUID, where this process has them.
     let users = had & 0b1100_0000;
     let [permitted, effective, _] = of(Capabilities::Users);
