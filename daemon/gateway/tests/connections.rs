@@ -487,8 +487,8 @@ fn a_client_that_connected_before_the_end_and_asks_after_it_is_answered_and_not_
     idle.read_to_end(&mut Vec::new()).unwrap();
     fresh.write_all(request("POST", TEXT, &[], &completion("")).as_bytes()).unwrap();
     let refused = read_head(fresh).finish();
-    assert_eq!(refused.error(), (503, String::new(), "draining".to_owned()));
-    assert_eq!(refused.header("retry-after"), Some("5"));
+    assert_eq!(refused.error(), (503, String::new(), "shutting_down".to_owned()));
+    assert_eq!(refused.header("retry-after"), Some("1"));
     assert!(server.join() < Duration::from_secs(2));
 }
 
