@@ -97,15 +97,15 @@ refused "sda.*it names no device" tenant set a --io-max "sda wbps=1MiB"
 refused "/dev/null is no block device" tenant set a --io-max "/dev/null wbps=1MiB"
 
 say "what cannot be kept is refused, or said to be none"
-inside a python3 -c "import threading, time
+start_inside a python3 -c "import threading, time
 held = bytearray(30 << 20)
 for n in range(9): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 open('/tmp/holds', 'w').close()
-time.sleep(600)" & holder=$!
+time.sleep(600)"
 within 20 test -e /tmp/holds
 refused "memory.max 16777216 is below present use, [0-9]+" tenant set a --memory-max 16MiB
 refused "pids.max 5 is below present use, [0-9]+" tenant set a --pids-max 5
-kill -KILL "$holder"
+kill -KILL "$started"
 equal "memory.max after a refusal" max "$(cat "$tenants/a/memory.max")"
 pagedctl tenant set a --cpuset 0 > /tmp/set
 grep -q 'NOT ENFORCED .*cpuset' /tmp/set || { cat /tmp/set; die "that cpuset is not enforced is not said"; }

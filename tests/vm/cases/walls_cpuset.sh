@@ -20,10 +20,10 @@ allowed() { sed -n 's/^Cpus_allowed_list:\t//p' "/proc/$(gateway a)/status"; }
 equal "CPUs of the gateway" 1 "$(allowed)"
 pagedctl tenant set a --cpuset 0 > /dev/null
 equal "CPUs of the gateway" 0 "$(allowed)"
-inside a sh -c 'while :; do :; done' & spinner=$!
+start_inside a sh -c 'while :; do :; done'
 sleep 2
-equal "the CPU of a spinner" 0 "$(cut -d' ' -f39 "/proc/$spinner/stat")"
-kill -KILL "$spinner"
+equal "the CPU of a spinner" 0 "$(cut -d' ' -f39 "/proc/$started/stat")"
+kill -KILL "$started"
 
 say "offline CPUs are left out, and said to be"
 pagedctl tenant set a --cpuset 0-7 > /tmp/set

@@ -39,18 +39,25 @@ inside() {
   sh -c 'echo $$ > "$0/cgroup.procs" && exec "$@"' "$tenants/$tenant" "$@"
 }
 
+# start_inside TENANT COMMAND...: the same beside what follows; sets `started`, its process.
+start_inside() {
+  local tenant=$1; shift
+  sh -c 'echo $$ > "$0/cgroup.procs" && exec "$@"' "$tenants/$tenant" "$@" &
+  started=$!
+}
+
 # share LEAST MOST TENANT SECONDS: percent of a CPU that a process gets that wants all of one.
 share() {
-  local spinner from percent
+  local from percent
   now() { echo "$(sed -n 's/^usage_usec //p' "$tenants/$1/cpu.stat")" "$(cut -d' ' -f1 /proc/uptime)"; }
-  inside "$3" sh -c 'while :; do :; done' & spinner=$!
+  start_inside "$3" sh -c 'while :; do :; done'
   sleep 0.5
   from=$(now "$3")
   sleep "$4"
   # A sleep may take longer than it was to.
   percent=$(python3 -c 'import sys; u, t, v, s = map(float, sys.argv[1:]); print(int((v - u) / (s - t) / 1e4))' $from $(now "$3"))
-  kill -KILL "$spinner"
-  wait "$spinner" 2>/dev/null || true
+  kill -KILL "$started"
+  wait "$started" 2>/dev/null || true
   printf 'a spinner got %s %% of a CPU (%s to %s)\n' "$percent" "$1" "$2"
   [ "$percent" -ge "$1" ] && [ "$percent" -le "$2" ] || die "$percent % is not from $1 to $2 %"
 }
