@@ -146,9 +146,17 @@ impl Cgroup {
             LimitName::Cpus => {
                 let set: &CpuSetController = handle.controller_of().ok_or_else(missing)?;
                 // An empty text would be no write at all.
-                let cpus = cpus.map_or_else(|| "\n".to_owned(), ToString::to_string);
-                let written = set.set_cpus(&cpus).map_err(cause);
-                (cpus, written)
+                let value = cpus.map_or_else(|| "\n".to_owned(), ToString::to_string);
+                match set.set_cpus(&value).map_err(cause) {
+                    // A cgroup with processes has some once it had some: all that there can ever be is no limit.
+                    Err(error) if cpus.is_none() && error.raw_os_error() == Some(libc::ENOSPC) => {
+                        let path = Path::new("/sys/devices/system/cpu/possible");
+                        let all = fs::read_to_string(path).map_err(|error| CgroupError::io(path, error))?;
+                        let written = set.set_cpus(all.trim_end()).map_err(cause);
+                        (all, written)
+                    }
+                    written => (value, written),
+                }
             }
             LimitName::MemoryMax | LimitName::MemoryHigh => {
                 let memory: &MemController = handle.controller_of().ok_or_else(missing)?;
