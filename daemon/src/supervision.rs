@@ -137,7 +137,7 @@ mod tests {
         let standing = |drain, reload| Standing { tenants: 2, drain, reload };
         let draining = DrainState::Draining { since_unix: 0, deadline_unix: None };
         let stopping = DrainState::Stopping { since_unix: 0, deadline_unix: 9 };
-        let left = |requests| Some(Load { requests, streams: 0 });
+        let left = |requests| Some(Load { requests, too_large: 0, streams: 0 });
         let one = [("smollm2", &loading)];
         assert_eq!(line(&one, &standing(DrainState::Admitting, None), None), "loading smollm2 43 %");
         assert_eq!(

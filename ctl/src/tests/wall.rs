@@ -19,7 +19,7 @@ fn a_tenants_limits_and_what_it_uses_are_shown_and_what_is_not_enforced_is_said_
     };
     let not_enforced = vec!["cpuset.cpus: this host's cpuset controller is missing".to_owned()];
     let wall = WallInfo { limits, not_enforced, usage: Some(usage), device_bytes: 5 << 20 }.into();
-    let reply = Reply::Tenant(TenantShown { tenant: tenant("acme", 8101), wall });
+    let reply = Reply::Tenant(TenantShown { tenant: tenant("acme", 8101), wall, notes: Vec::new() });
     let (_, text) = done("tenant show acme", reply);
     let from = text.find("device").expect("it is there");
     assert_eq!(

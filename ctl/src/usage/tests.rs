@@ -82,8 +82,10 @@ fn quotas_are_set_taken_away_and_shown() {
     info.quotas = quotas;
     let notes = vec!["nobody has a key".to_owned()];
     let line = "tenant set acme --tokens-per-minute 20_000 --max-concurrent 4 --requests-per-minute none --max-queued-tokens default";
-    let (command, text) =
-        done(line, Reply::Tenant(TenantShown { tenant: info.clone(), notes: notes.clone() }));
+    let (command, text) = done(
+        line,
+        Reply::Tenant(TenantShown { tenant: info.clone(), wall: Box::default(), notes: notes.clone() }),
+    );
     let Command::TenantSet(TenantSet { changes, .. }) = command else { panic!("{command:?}") };
     let expected = QuotaChanges {
         tokens_per_minute: Some(QuotaLimit::At(20_000)),

@@ -370,7 +370,10 @@ fn limits_and_use_may_be_missing_on_the_wire() {
     };
     assert_eq!((changes.port, *changes.limits, force), (Some(9000), LimitTexts::default(), false));
     let shown: Reply = serde_json::from_str(&format!(r#"{{"reply":"tenant","tenant":{TENANT}}}"#)).unwrap();
-    assert_eq!(shown, Reply::Tenant(TenantShown { tenant: tenant(), wall: Box::default() }));
+    assert_eq!(
+        shown,
+        Reply::Tenant(TenantShown { tenant: tenant(), wall: Box::default(), notes: Vec::new() })
+    );
 }
 
 #[test]

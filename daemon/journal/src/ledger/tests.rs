@@ -23,6 +23,7 @@ fn tenant(db: &mut ControlDb, name: &str, port: u16) -> TenantId {
         prompt_lookup: None,
         retention_ms: None,
         quotas: Quotas::default(),
+        limits: None,
     };
     db.add_tenant(&new, Some(&NewKey::draw().unwrap()), 0).unwrap().0.id
 }
