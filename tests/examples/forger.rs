@@ -265,7 +265,7 @@ fn by_frames(link: &mut Link, victim: RequestId) -> Vec<String> {
             Some(ToGateway::Refused { ticket: 2, refusal: Refusal::Invalid { param, .. } }) => {
                 refused = param == "key";
             }
-            Some(ToGateway::Accepted { ticket: 3, request, repeated }) => {
+            Some(ToGateway::Accepted { ticket: 3, request, repeated, rates: _ }) => {
                 own = Some(request);
                 if repeated || request == victim {
                     lines.push("the other's request was ACCEPTED".to_owned());
