@@ -109,7 +109,7 @@ pub async fn load(hub: &mpsc::Sender<Message>) -> Option<Load> {
 
 /// Returns once nothing is left. What was put into an engine's inbox at the last moment may not count yet: it was not accepted yet.
 async fn emptied(hub: &mpsc::Sender<Message>) {
-    while load(hub).await != Some(Load::default()) {
+    while !load(hub).await.is_some_and(|load| load.is_empty()) {
         tokio::time::sleep(PAUSE).await;
     }
 }
@@ -144,7 +144,7 @@ impl Ending<'_> {
             () = hurry => info!("not waiting any longer"),
         }
         let left = load(self.hub).await.unwrap_or_default();
-        if left != Load::default() {
+        if !left.is_empty() {
             let Load { requests, streams, .. } = left;
             warn!(
                 requests,

@@ -96,7 +96,7 @@ fn quotas_are_set_taken_away_and_shown() {
     };
     assert_eq!(changes.quotas, expected);
     assert!(text.contains("tokens/min  1234 of 20000, 3 refused\nconcurrent  1 of 4\ngateway"), "{text}");
-    assert!(text.ends_with("UTC\nnote: nobody has a key\n"), "{text}");
+    assert!(text.ends_with("\nnote: nobody has a key\n"), "{text}");
     let added = TenantAdded { tenant: info, key: None, notes };
     let (_, text) = done("tenant add acme --max-queued-requests 5", Reply::TenantAdded(added));
     assert!(text.contains("use it\nnote: nobody has a key\n\nTry it:"), "{text}");

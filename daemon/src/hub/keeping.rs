@@ -23,6 +23,13 @@ pub struct Load {
     pub too_large: u32,
 }
 
+impl Load {
+    /// Whether there is nothing to wait for. What has no room here becomes nothing by waiting.
+    pub const fn is_empty(&self) -> bool {
+        self.requests == 0 && self.streams == 0
+    }
+}
+
 impl Hub {
     /// How long a tenant's requests are kept after their end; `None` is as long as others'.
     pub fn retain(&mut self, tenant: TenantId, own: Option<Duration>) {
