@@ -66,7 +66,7 @@ fn bug_40_cgroups_that_are_required_and_not_given_refuse_the_start_with_the_reas
         "{wall}"
     );
     let metrics = daemon.ask(&["metrics"])["text"].as_str().unwrap_or_default().to_owned();
-    assert!(metrics.contains("\npagedd_walls 0\n"), "{metrics}");
+    assert!(metrics.contains("\npagedd_walls 0.0\n"), "{metrics}");
     let log = daemon.stop().log_text();
     assert_eq!(log.lines().filter(|line| line.contains("walls: REDUCED")).count(), 1, "said once: {log}");
 }

@@ -26,10 +26,6 @@ pub struct Cli {
 }
 
 #[derive(Debug, Subcommand)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one lives at a time, between the command line and its command"
-)]
 enum Top {
     /// Make, change and list tenants
     #[command(subcommand)]

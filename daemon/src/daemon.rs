@@ -95,6 +95,7 @@ pub struct Daemon {
 }
 
 /// What the daemon's task is told.
+#[expect(clippy::large_enum_variant, reason = "few are on their way at a time, and most are orders")]
 pub enum Event {
     /// An admin command.
     Order(Order),
