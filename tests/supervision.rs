@@ -139,7 +139,7 @@ fn the_manager_hears_how_far_the_daemon_is_and_that_it_goes_on_until_it_ends() {
 #[test]
 fn a_hung_engine_is_not_hidden_from_the_watchdog() {
     let manager = Manager::start(Some("engine-turn=100*off->sleep(600000)"));
-    manager.wait_for("READY=1");
+    manager.wait_for("STATUS=1 model ready, no tenants");
     let _unanswered = manager.request(400);
     // Three of what a daemon that goes on says in this time would have come.
     let silent = wait::within(MOMENT, || {
