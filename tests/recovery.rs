@@ -46,7 +46,8 @@ enum Load {
     /// All kinds, again and again.
     #[default]
     Mixed,
-    /// Long streams alone, accepted before any point: while nothing can be written, what is accepted is lost with its daemon.
+    /// One long stream alone, accepted before any point: while nothing can be written, what is accepted is lost with its daemon, and a second
+    /// stream could come that late.
     Long,
     /// All kinds, with nothing kept for long.
     Forgotten,
@@ -192,7 +193,7 @@ const ERRORS: [Case; 5] = [
 /// What clients ask, with the answers of a daemon that nothing happens to.
 struct Asks {
     mixed: Vec<(Ask, Outcome)>,
-    long: Vec<(Ask, Outcome)>,
+    long: [(Ask, Outcome); 1],
     /// Cancelled before it has an answer.
     endless: Ask,
 }
@@ -207,15 +208,12 @@ impl Asks {
             plain(20, 100).whole(),
             plain(25, 90).with_choices(1, 7).background(),
         ];
-        let (long, endless) = (vec![plain(20, 1500), plain(30, 1400)], plain(10, 8000));
-        let answered = |asks: Vec<Ask>| -> Vec<(Ask, Outcome)> {
-            let answer = |ask: Ask| {
-                let outcome = finish(&mut Exchange::new(&tenant.http, &ask, unique()));
-                (ask, outcome)
-            };
-            asks.into_iter().map(answer).collect()
+        let (long, endless) = (plain(20, 1500), plain(10, 8000));
+        let answered = |ask: Ask| {
+            let outcome = finish(&mut Exchange::new(&tenant.http, &ask, unique()));
+            (ask, outcome)
         };
-        Self { mixed: answered(mixed), long: answered(long), endless }
+        Self { mixed: mixed.into_iter().map(answered).collect(), long: [answered(long)], endless }
     }
 }
 
@@ -276,7 +274,7 @@ fn look_for_a_strangers(tenant: &Tenant) {
 
 /// One round of what a case's clients want.
 fn round(tenant: &Tenant, asks: &Asks, load: Load) {
-    let all = if load == Load::Long { &asks.long } else { &asks.mixed };
+    let all = if load == Load::Long { &asks.long[..] } else { &asks.mixed };
     thread::scope(|scope| {
         for one in all {
             scope.spawn(|| ask(tenant, one, load != Load::Forgotten));

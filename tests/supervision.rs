@@ -226,12 +226,15 @@ fn a_configuration_that_is_read_again_takes_effect_and_a_bad_one_changes_nothing
         daemon.status()
     );
     assert_eq!(daemon.status()["tenants"][0]["retention"], "3m", "what was in force is");
+    let in_order = || daemon.ask(&["metrics"])["text"].to_string().contains("reload_successful 1.0");
+    assert!(!in_order(), "metrics say that it was refused");
     let pid = daemon.status()["pid"].clone();
 
     daemon.site().configure(&yaml(folder.path(), "drain_timeout: 2s\n", ""));
     kill(Pid::from_raw(daemon.root() as i32), Signal::SIGHUP).expect("SIGHUP");
     wait::until("it is in force", MOMENT, || daemon.status()["tenants"][0]["retention"] == "10m");
     assert_eq!(daemon.status()["pid"], pid, "nothing was restarted");
+    assert!(in_order(), "metrics say that it was taken");
     let log = daemon.site().log_text();
     assert!(log.contains("takes effect at the next restart"), "{log}");
 }

@@ -234,8 +234,11 @@ impl Daemon {
             Command::Metrics => {
                 let drain = self.drain_info().await;
                 let walls = self.shop.walls.shown();
-                let text =
-                    self.shop.exporter.all(&self.models, &self.tenants, &self.facts, &walls, &drain).await;
+                let text = self
+                    .shop
+                    .exporter
+                    .all(&self.models, &self.tenants, &self.facts, &walls, &drain, self.reload.as_ref())
+                    .await;
                 Reply::Metrics(MetricsText { text })
             }
         })

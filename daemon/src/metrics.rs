@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use pagedd_control::{DrainInfo, DrainState, Walls};
+use pagedd_control::{DrainInfo, DrainState, ReloadInfo, ReloadOutcome, Walls};
 use pagedd_core::{Blocks, FinishReason, Quota, TenantId};
 use pagedd_engine::EngineStats;
 use pagedd_host::hierarchy::{Pressure, Usage};
@@ -160,6 +160,7 @@ impl Exporter {
         facts: &Facts,
         walls: &Walls,
         drain: &DrainInfo,
+        reload: Option<&ReloadInfo>,
     ) -> String {
         let counters = self.counters().await;
         let mut families = Families::default();
@@ -189,6 +190,9 @@ impl Exporter {
         let full = matches!(facts.sandbox, pagedd_control::SandboxState::Full);
         let help = "Whether gateways are held by all that the sandbox can be made of.";
         families.gauge("pagedd_sandbox_full", help, &none, u8::from(full));
+        let refused = reload.is_some_and(|reload| matches!(reload.outcome, ReloadOutcome::Refused { .. }));
+        let help = "Whether the configuration file was in order when it was last read.";
+        families.gauge("pagedd_config_last_reload_successful", help, &none, u8::from(!refused));
         cells(&mut families, models, tenants).await;
         admission(&mut families, drain);
         for model in models {

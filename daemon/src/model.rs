@@ -359,4 +359,8 @@ impl Observer for StatsObserver {
     fn turned(&mut self) {
         self.pulse.turn();
     }
+
+    fn rests(&mut self) {
+        self.pulse.idle();
+    }
 }

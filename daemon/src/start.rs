@@ -25,6 +25,7 @@ use pagedd_core::{TenantId, said};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::identity::Identities;
 use pagedd_host::lock::{GpuLock, LockError, StateLock};
+use pagedd_host::log::Stderr;
 use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
 use pagedd_journal::checkpoint::finish_restore;
@@ -124,7 +125,7 @@ pub fn main() -> ExitCode {
 }
 
 fn fail(failure: &Failure) -> ExitCode {
-    eprintln!("pagedd: error: {}", failure.message);
+    Stderr::of_process().say_error(&format!("pagedd: error: {}", failure.message));
     ExitCode::from(failure.exit)
 }
 
@@ -247,7 +248,7 @@ pub fn start_log(config: &Config) -> SetLevel {
     let builder = tracing_subscriber::fmt()
         .log_internal_errors(false)
         .with_env_filter(filter(config.log.level))
-        .with_writer(std::io::stderr);
+        .with_writer(Stderr::of_process());
     match config.log.format {
         LogFormat::Text => {
             let builder = builder.with_target(false).with_ansi(std::io::stderr().is_terminal());

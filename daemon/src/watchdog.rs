@@ -4,7 +4,7 @@
 //! then ends it, and the next one goes on with everything.
 //!
 //! An engine's thread shows itself at each turn of its loop, and about once a second while it waits for its worker: a step or a load may take as
-//! long as it may. Other waits that have a bound of their own are announced with it. The telling is done on the runtime's thread, and so
+//! long as it may. Nothing is expected of one that waits for its first request. Other waits that have a bound of their own are announced with it. The telling is done on the runtime's thread, and so
 //! proves that one, too.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ use tracing::{error, info, warn};
 
 /// Longest pause between two signs of a thread that waits for something without a bound.
 pub const TURN: Duration = Duration::from_secs(1);
-/// Nobody is late earlier: an idle engine turns once in [`TURN`].
+/// Nobody is late earlier: an engine that waits turns once in [`TURN`].
 const LEAST_PATIENCE: Duration = Duration::from_millis(1_500);
 /// Where nobody watches.
 const NO_PATIENCE: Duration = Duration::from_hours(1);

@@ -27,9 +27,8 @@ const LIMIT: Duration = Duration::from_mins(2);
 
 const PRIVATE_BAR_KIB: u64 = 12 << 10;
 const ADD_BAR: Duration = Duration::from_millis(300);
-/// Of the daemon, in a second, however many tenants there are: an engine looks around once a second, so that one that hangs is noticed. Gateways
-/// do not wake up at all.
-const DAEMON_WAKES_BAR: f64 = 1.2;
+/// Of all processes together, in a second: what is done once in some minutes may fall into the ten seconds.
+const WAKES_BAR: f64 = 0.5;
 /// A daemon and all gateways have ended by then.
 const END_BAR: Duration = Duration::from_secs(10);
 
@@ -99,7 +98,7 @@ fn main() -> ExitCode {
         ("a tenant is added in more than 300 ms", slowest > ADD_BAR),
         ("the end takes more than 10 s", end > END_BAR),
         ("gateways wake up", wakes["gateways"] > 0.0),
-        ("the daemon wakes up", wakes["daemon"] > DAEMON_WAKES_BAR),
+        ("processes wake up", wakes.values().sum::<f64>() > WAKES_BAR),
     ];
     let missed: Vec<&str> = bars.iter().filter(|(_, missed)| *missed).map(|(what, _)| *what).collect();
     for what in &missed {

@@ -35,7 +35,7 @@ impl Default for EngineConfig {
     }
 }
 
-/// How long an idle engine waits before it looks around.
+/// How long an engine waits whose requests can't run before it looks again.
 const IDLE_TURN: Duration = Duration::from_secs(1);
 
 /// A plan that was not applied yet.
@@ -120,17 +120,11 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             return;
         }
         loop {
-            self.observer.turned();
-            match self.inbox.receiver.recv_timeout(IDLE_TURN) {
-                Ok(command) => {
-                    if self.obey(command).is_break() {
-                        return;
-                    }
-                    self.end_all();
-                }
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return,
+            let Some(command) = self.rest() else { return };
+            if self.obey(command).is_break() {
+                return;
             }
+            self.end_all();
         }
     }
 
@@ -311,11 +305,22 @@ impl<W: Worker, J: Journal, O: Observer> Engine<W, J, O> {
             error!(%violation, "the block ledger does not add up");
         }
         self.observe(true);
+        if self.scheduler.is_idle() {
+            return self.rest().map_or(ControlFlow::Break(()), |command| self.obey(command));
+        }
         match self.inbox.receiver.recv_timeout(IDLE_TURN) {
             Ok(command) => self.obey(command),
             Err(RecvTimeoutError::Timeout) => ControlFlow::Continue(()),
             Err(RecvTimeoutError::Disconnected) => ControlFlow::Break(()),
         }
+    }
+
+    /// The next command, however long it takes; `None` once there is no handle.
+    fn rest(&mut self) -> Option<Command<J::Ticket>> {
+        self.observer.rests();
+        let command = self.inbox.receiver.recv().ok();
+        self.observer.turned();
+        command
     }
 
     fn obey(&mut self, command: Command<J::Ticket>) -> ControlFlow<()> {

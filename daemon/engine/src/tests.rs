@@ -458,6 +458,49 @@ fn a_restored_request_that_cannot_go_on_fails_and_one_that_is_here_already_is_le
     assert_eq!(events, ["submit 1", "token 4", "submit 2", "token 5", "finished length"]);
 }
 
+/// Says when the engine turns and rests, and each time that it rests gives it the next command, or at last tells it to stop.
+struct Turns {
+    events: Events,
+    handle: EngineHandle<&'static str>,
+    commands: VecDeque<Command<&'static str>>,
+}
+
+impl Observer for Turns {
+    fn observe(&mut self, _: EngineStats) {}
+
+    fn turned(&mut self) {
+        self.events.borrow_mut().push("turn".to_owned());
+    }
+
+    fn rests(&mut self) {
+        self.events.borrow_mut().push("rest".to_owned());
+        let command = self.commands.pop_front().unwrap_or(Command::Stop);
+        self.handle.send(command).map_err(|(full, _)| full).expect("room");
+    }
+}
+
+#[test]
+fn an_engine_without_requests_turns_only_when_a_command_comes() {
+    let events = Events::default();
+    let (handle, commands) = inbox(64);
+    let worker = Scripted {
+        events: Events::default(),
+        plans: VecDeque::new(),
+        deaths: VecDeque::new(),
+        recoveries: 0,
+    };
+    let journal = Recorder { events: Events::default(), handle: handle.clone(), open: usize::MAX };
+    let submission = Submission { request: request(5, 2), ticket: "a" };
+    let asked = [share_of(8), Command::Submit(Box::new(submission))];
+    let observer = Turns { events: events.clone(), handle, commands: asked.into() };
+    Engine::new(EngineConfig::default(), commands, scheduler(), worker, journal, observer, Instant::now())
+        .run()
+        .expect("it is told to stop");
+    // A share, a request of two steps, the stop.
+    let expected = "turn rest turn turn rest turn turn turn turn rest turn";
+    assert_eq!(events.take().join(" "), expected);
+}
+
 #[test]
 fn a_full_inbox_says_so_and_gives_the_command_back() {
     let (handle, commands) = inbox::<&'static str>(8);

@@ -95,9 +95,12 @@ pub trait Observer {
     /// The engine's numbers at a step boundary.
     fn observe(&mut self, stats: EngineStats);
 
-    /// The engine's thread begins another turn of its loop: once per step, and about once a second while nothing can run. An engine whose
-    /// turns end hangs, unless it waits for its worker or its journal, which know that themselves.
+    /// The engine's thread begins another turn of its loop: once per step, and about once a second while none of its requests can run. An engine
+    /// whose turns end hangs, unless it rests, or waits for its worker or its journal, which know that themselves.
     fn turned(&mut self) {}
+
+    /// There is no request, and no turn before a command comes.
+    fn rests(&mut self) {}
 }
 
 /// An engine's numbers.

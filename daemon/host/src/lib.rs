@@ -15,6 +15,7 @@ mod inherited;
 pub mod jail;
 pub mod keeper;
 pub mod lock;
+pub mod log;
 pub mod memory;
 pub mod net;
 pub mod notify;

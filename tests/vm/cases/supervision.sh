@@ -18,7 +18,7 @@ failed() { [ "$(systemctl is-active pagedd.service)" = failed ]; }
 within 10 failed
 starts=$(journalctl -u pagedd --no-pager | grep -c "Starting pagedd")
 [ "$starts" -le 3 ] || die "$starts starts for one command"
-journalctl -u pagedd --no-pager | grep -F "pagedd.yaml:1:1: " | head -n 1
+journalctl -u pagedd --no-pager --priority=err | grep -F "pagedd.yaml:1:1: " | head -n 1
 systemctl stop pagedd.socket
 systemctl reset-failed
 printf '%s\n' "$good" > /etc/pagedd/pagedd.yaml
@@ -50,6 +50,8 @@ within 10 says "configuration refused: /etc/pagedd/pagedd.yaml:1:1:"
 equal "state" active "$(systemctl is-active pagedd.service)"
 equal "retention" 3m "$(pagedctl --json status | field 'v["tenants"][0]["retention"]')"
 pagedctl status | grep -F "the one before in force"
+journalctl --sync
+journalctl -u pagedd --no-pager --priority=err | grep -F "the configuration has an error"
 configure tiny " kv_memory: 4096 tokens" " threads: 1"
 kill -HUP "$pid"
 within 10 says "serving 1 tenant on 1 model"
