@@ -46,7 +46,7 @@ fn main() -> ExitCode {
     let logger = tracing_subscriber::fmt()
         .log_internal_errors(false)
         .with_env_filter(filter)
-        .with_writer(pagedd_host::log::Stderr::of_process());
+        .with_writer(pagedd_log::Stderr::of_process());
     match log_format {
         Format::Text => logger.with_ansi(false).init(),
         Format::Json => logger.json().init(),

@@ -15,7 +15,6 @@ mod inherited;
 pub mod jail;
 pub mod keeper;
 pub mod lock;
-pub mod log;
 pub mod memory;
 pub mod net;
 pub mod notify;

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::{Finding, root};
 
 /// Every crate and the crates of the workspace that it depends on. The tests' own crate stands outside.
-pub const EDGES: [(&str, &[&str]); 15] = [
+pub const EDGES: [(&str, &[&str]); 16] = [
     ("pagedd-core", &[]),
     ("pagedd-kv", &["pagedd-core"]),
     ("pagedd-sched", &["pagedd-core", "pagedd-kv"]),
@@ -18,10 +18,11 @@ pub const EDGES: [(&str, &[&str]); 15] = [
     ("pagedd-wire", &["pagedd-core"]),
     ("pagedd-model", &["pagedd-core"]),
     ("pagedd-kernels", &["pagedd-core"]),
-    ("pagedd-worker", &["pagedd-core", "pagedd-wire", "pagedd-model", "pagedd-kernels"]),
-    ("pagedd-gateway", &["pagedd-core", "pagedd-wire", "pagedd-model", "pagedd-host"]),
+    ("pagedd-worker", &["pagedd-core", "pagedd-wire", "pagedd-model", "pagedd-kernels", "pagedd-log"]),
+    ("pagedd-gateway", &["pagedd-core", "pagedd-wire", "pagedd-model", "pagedd-host", "pagedd-log"]),
     ("pagedd-journal", &["pagedd-core"]),
     ("pagedd-host", &["pagedd-core"]),
+    ("pagedd-log", &[]),
     ("pagedd-config", &["pagedd-core"]),
     ("pagedd-control", &["pagedd-core"]),
     ("pagedctl", &["pagedd-control", "pagedd-config"]),
@@ -35,6 +36,7 @@ pub const EDGES: [(&str, &[&str]); 15] = [
             "pagedd-wire",
             "pagedd-journal",
             "pagedd-host",
+            "pagedd-log",
             "pagedd-config",
             "pagedd-control",
         ],
@@ -49,7 +51,10 @@ const NEVER: [(&str, &[&str]); 8] = [
     ("pagedd-engine", &["serde", "tokio", "rusqlite"]),
     ("pagedd-worker", &["hyper", "axum", "tokio", "rusqlite"]),
     ("pagedd-gateway", &["rusqlite", "cudarc", "pagedd-kernels"]),
-    ("pagedd", &["cudarc", "tokenizers", "minijinja", "axum", "pagedd-model", "pagedd-kernels"]),
+    (
+        "pagedd",
+        &["cudarc", "tokenizers", "minijinja", "axum", "pagedd-model", "pagedd-kernels", "pagedd-log"],
+    ),
     ("pagedctl", &["tokio", "hyper", "rusqlite"]),
 ];
 
