@@ -339,3 +339,26 @@ fn a_request_that_is_too_large_for_changed_settings_is_nothing_to_wait_for_at_th
     assert_eq!(usage(&whole(&acme, &waits))["completion_tokens"], 3000);
     daemon.stop();
 }
+
+#[test]
+fn a_request_that_is_too_large_for_changed_settings_takes_nothing_of_its_tenants_quotas() {
+    let folder = tempfile::tempdir().expect("a folder");
+    write(folder.path(), 41);
+    let settings = yaml(folder.path());
+    let mut daemon = Site::new(&settings).start();
+    let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
+    daemon.ask(&["tenant", "set", "acme", "--max-concurrent", "1", "--tokens-per-minute", "3500"]);
+    let (_events, waits) = open(&acme, &body(200, 20, 3000));
+    daemon.site().configure(&format!("{settings}    max_model_len: 1024\n"));
+    kill(&daemon);
+    daemon.wait_ready();
+    wait::until("it is held", Duration::from_mins(1), || daemon.status()["drain"]["requests"] == 0);
+    let short = acme.http.post("/v1/completions", &body(20, 7, 400));
+    assert_eq!(short.status, 200, "{}", short.text());
+
+    daemon.site().configure(&settings);
+    kill(&daemon);
+    daemon.wait_ready();
+    assert_eq!(usage(&whole(&acme, &waits))["completion_tokens"], 3000);
+    daemon.stop();
+}

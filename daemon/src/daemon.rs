@@ -189,7 +189,7 @@ impl Daemon {
                         tenant.part(parting);
                     }
                     for tenant in tenants.into_values() {
-                        tenant.close(&self.shop, parting).await;
+                        tenant.close(parting).await;
                     }
                     let _ = done.send(());
                 }

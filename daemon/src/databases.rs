@@ -41,7 +41,7 @@ pub fn open(state_dir: &Path, fsync: Fsync) -> Result<(ControlDb, JournalWriter)
     // An older journal was put back: what it bills from now on is not what was added before.
     let ledger = journal.db().ledger()?;
     if let Err(error) = journal.db().raise_bills(control.billed(ledger)?) {
-        warn!(%error, "what requests use may not be added up before the next start");
+        warn!(%error, "journal.db cannot be written: the next bill brings its numbers up to date");
     }
     forget_removed(&mut control, &mut journal)?;
     let known: Vec<TenantId> = control.tenants()?.into_iter().map(|tenant| tenant.id).collect();

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use fail::fail_point;
 use pagedd_core::{RequestId, SamplingParams, TenantId};
 use pagedd_engine::{Command, InboxFull, Submission};
+use pagedd_host::Pidfd;
 use pagedd_host::hierarchy::Cgroup;
-use pagedd_host::{Identity, Pidfd};
+use pagedd_host::identity::Lent;
 use pagedd_journal::{Admission, Idempotency, SavedRequest};
 use pagedd_wire::gateway::{
     Answer, Closed, KeyEntry, Parting, Query, Rates, Refusal, Request, ToDaemon, ToGateway, Welcome,
@@ -126,12 +127,12 @@ pub struct GatewayTask {
     pub tenant: TenantId,
     /// Its name.
     pub name: String,
-    /// The uid and gid it runs as, where the daemon may choose.
-    pub identity: Option<Identity>,
+    /// The user it runs as, where the daemon may choose.
+    pub user: Option<Arc<Lent>>,
     /// The cgroup it runs in, where it has one.
     pub cgroup: Option<Arc<Cgroup>>,
     /// The tenant's port.
-    pub listener: OwnedFd,
+    pub listener: Arc<OwnedFd>,
     /// What it serves.
     pub model: Arc<Model>,
     /// What it is told; the task ends when the sender goes.
@@ -231,8 +232,8 @@ impl GatewayTask {
         ours.set_nonblocking(true).map_err(failed)?;
         let fork = Fork {
             tenant: self.name.clone(),
-            identity: self.identity.map(|identity| (identity.uid, identity.gid)),
-            listener: self.listener.try_clone().map_err(failed)?,
+            user: self.user.clone(),
+            listener: self.listener.clone(),
             socket: theirs,
             cgroup: self.cgroup.as_ref().map(|cgroup| cgroup.fd()).transpose().map_err(failed)?,
         };

@@ -458,6 +458,10 @@ impl Hub {
         fail_point!("readmitted");
         let Some(log) = self.logs.get_mut(&request) else { return };
         let model = log.model;
+        if let Place::Held = place {
+            // It takes nothing while it waits for other settings: its tenant's quotas are free for what can run.
+            log.spending = None;
+        }
         let stops = match std::mem::replace(&mut log.place, place) {
             Place::Awaited(stops) => stops,
             Place::Taken | Place::Held => Vec::new(),

@@ -48,6 +48,13 @@ pub struct Difference {
     pub later: Vec<String>,
 }
 
+impl Difference {
+    /// Settings whose names begin so could not be put in force: the next restart reads them.
+    fn postpone(&mut self, prefix: &str) {
+        self.later.extend(self.now.extract_if(.., |key| key.starts_with(prefix)));
+    }
+}
+
 impl Configuration {
     /// A daemon started with `config`, and `read` gives what the file says now.
     pub fn new(config: Config, read: Read, set_level: SetLevel) -> Self {
@@ -116,12 +123,13 @@ impl Daemon {
 
     async fn put_in_force(&mut self, read: Config) -> Difference {
         let before = self.configuration.in_force().clone();
-        let (mut merged, difference) = merge(&before, &read);
+        let (mut merged, mut difference) = merge(&before, &read);
         if merged.log.level != before.log.level
             && let Err(error) = (self.configuration.set_level)(merged.log.level)
         {
             warn!(error, "the level of the log stays");
             merged.log.level = before.log.level;
+            difference.postpone("log.level");
         }
         let limits = GatewayLimits::from(merged.gateway);
         self.shop.limits = limits;
@@ -146,6 +154,7 @@ impl Daemon {
                 if let Some(before) = before.model(&model.name) {
                     settings.clone_from(before);
                 }
+                difference.postpone(&format!("models.{}.", model.name));
                 continue;
             }
             model.live.send_replace(live);
@@ -304,6 +313,17 @@ mod tests {
 
     /// Models whose weights are generated, so that no file is needed.
     const BEFORE: &str = "listen: 127.0.0.1\nretention: 10m\nmodels:\n  a:\n    path: synthetic:smollm2-135m\n    itl_target: 100ms\n  b:\n    path: synthetic:smollm2-135m\n";
+
+    #[test]
+    fn what_could_not_be_put_in_force_takes_effect_at_the_next_restart() {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        let now =
+            names(&["log.level", "models.a.itl_target", "models.ab.itl_target", "models.a.prompt_lookup"]);
+        let mut difference = Difference { now, later: names(&["listen"]) };
+        difference.postpone("models.a.");
+        assert_eq!(difference.now, names(&["log.level", "models.ab.itl_target"]));
+        assert_eq!(difference.later, names(&["listen", "models.a.itl_target", "models.a.prompt_lookup"]));
+    }
 
     #[test]
     fn what_can_change_does_and_what_cannot_is_named_until_it_does() {

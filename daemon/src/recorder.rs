@@ -85,7 +85,8 @@ pub enum Told {
     Retain(TenantId, Option<Duration>),
     /// How long requests are kept of tenants that have no time of their own, and those whose clients may come back.
     Limits(Limits),
-    /// What requests used that have ended, as far as control.db is not known to have it: on disk when it is answered. The answer may say why
+    /// What requests used that have ended, as far as control.db is not known to have it: synced when it is answered, unless nothing is
+    /// ever synced. The answer may say why
     /// it cannot be had.
     Bills(oneshot::Sender<Result<Billing, String>>),
     /// control.db has this journal's bills up to this one.

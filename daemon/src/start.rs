@@ -11,7 +11,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fmt, fs};
 
@@ -23,7 +23,7 @@ use pagedd_config::{
 use pagedd_control::{DrainState, Supervisor};
 use pagedd_core::{TenantId, said};
 use pagedd_host::fdstore::FdStore;
-use pagedd_host::identity::Identities;
+use pagedd_host::identity::{Identities, Lender};
 use pagedd_host::lock::{GpuLock, LockError, StateLock};
 use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
@@ -352,9 +352,9 @@ async fn serve(
     let exporter =
         Exporter::new(hub_sender.clone(), recorder.durability.clone(), set_aside, accounts.clone());
     let held = sandbox::find().map_err(|e| Failure::new(exit::OS, e))?;
-    let identities = held
+    let users = held
         .gives_users()
-        .then(|| Identities::new(config.tenant_uids.first..=config.tenant_uids.last).map(Mutex::new))
+        .then(|| Identities::new(config.tenant_uids.first..=config.tenant_uids.last).map(Lender::new))
         .transpose()
         .map_err(|e| Failure::new(exit::CONFIG, e))?;
     let shop = TenantShop {
@@ -367,7 +367,7 @@ async fn serve(
         limits: GatewayLimits::from(config.gateway),
         going: Going::Not,
         retention: config.retention,
-        identities,
+        users,
         walls,
     };
     // Every port is bound before anything is loaded: a port that is taken must not cost minutes to find out.
@@ -415,9 +415,8 @@ async fn serve(
         let share = ShareAmounts { floor: amount(&record.kv_floor)?, ceiling: amount(&record.kv_ceiling)? };
         let keys = db.keys(record.id).map_err(|e| state_failure(&e))?;
         let Some(listener) = ports.remove(&record.id) else { continue };
-        let tenant = shop
-            .open(record, keys, share, model, listener)
-            .map_err(|e| Failure::new(FAILED, format!("tenant `{name}`: {e}")))?;
+        let user = shop.user().map_err(|e| Failure::new(FAILED, format!("tenant `{name}`: {e}")))?;
+        let tenant = shop.open(record, keys, share, model, listener, user);
         tenant.set_readmitting(restored.iter().any(|kept| kept.admission.saved.model == model.name));
         tenants.insert(name, tenant);
     }

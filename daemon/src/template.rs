@@ -10,6 +10,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::thread;
 use std::time::{Duration, Instant};
 
+use pagedd_host::identity::Lent;
 use pagedd_host::{Capabilities, Pidfd, Sandbox, Spawn};
 use pagedd_wire::template::{FromTemplate, ToTemplate};
 use pagedd_wire::{Channel, ChannelError, PROTOCOL};
@@ -48,10 +49,10 @@ pub struct TemplateSpec {
 pub struct Fork {
     /// The tenant's name.
     pub tenant: String,
-    /// Its uid and gid, where the daemon may choose.
-    pub identity: Option<(u32, u32)>,
+    /// Its user, where the daemon may choose.
+    pub user: Option<Arc<Lent>>,
     /// Its listening socket.
-    pub listener: OwnedFd,
+    pub listener: Arc<OwnedFd>,
     /// Its end of the daemon's socket pair.
     pub socket: UnixStream,
     /// Its cgroup's directory, where it has one.
@@ -259,7 +260,7 @@ impl Template {
         let message = ToTemplate::Fork {
             ticket: self.tickets,
             tenant: fork.tenant.clone(),
-            identity: fork.identity,
+            identity: fork.user.as_ref().map(|user| (user.identity().uid, user.identity().gid)),
             cgroup: fork.cgroup.is_some(),
         };
         let result = Self::exchange(channel, &message, fork, self.tickets);

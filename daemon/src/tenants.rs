@@ -1,11 +1,11 @@
 //! The tenants that exist, and everything that one of them is made of while the daemon runs.
 //!
-//! **Owns** the tenants' ports and the tasks that keep their gateways running. Changes are made in one order: check → port →
-//! control.db → engine → gateway, and taken back in reverse where a later part refuses.
+//! **Owns** the tenants' ports and the tasks that keep their gateways running. What can refuse a change is asked first, control.db says that it
+//! is made, and what was asked before is taken back where a later part refuses.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pagedd_config::{Amount, Span};
@@ -15,9 +15,8 @@ use pagedd_control::{
 };
 use pagedd_core::{Blocks, Bytes, Quota, TenantId, Tokens};
 use pagedd_engine::Command;
-use pagedd_host::Identity;
 use pagedd_host::fdstore::FdStore;
-use pagedd_host::identity::Identities;
+use pagedd_host::identity::{Lender, Lent};
 use pagedd_host::net::{BindError, bind_tcp};
 use pagedd_journal::{KeyRow, TenantRow};
 use pagedd_sched::{ShareError, ShareSpec};
@@ -55,9 +54,9 @@ pub struct Tenant {
     pub share: ShareAmounts,
     /// Its limits, and the cgroup that keeps them.
     pub wall: TenantWall,
-    /// Its uid and gid, where the daemon may choose.
-    identity: Option<Identity>,
-    listener: OwnedFd,
+    /// The user of its gateways, where the daemon may choose.
+    user: Option<Arc<Lent>>,
+    listener: Arc<OwnedFd>,
     facts: watch::Sender<TenantFacts>,
     gateway: watch::Receiver<(GatewayState, u32)>,
     task: JoinHandle<()>,
@@ -164,7 +163,7 @@ pub struct TenantShop {
     /// How long requests are kept after their end, of tenants that have no time of their own.
     pub retention: Duration,
     /// Gives every gateway a user of its own; `None` where the daemon may not choose.
-    pub identities: Option<Mutex<Identities>>,
+    pub users: Option<Lender>,
     /// Where gateways' cgroups are.
     pub walls: Arc<Walls>,
 }
@@ -214,24 +213,10 @@ impl TenantShop {
         }
     }
 
-    fn identities(&self) -> Option<std::sync::MutexGuard<'_, Identities>> {
-        // The lock is held for a look-up only, and nothing under it panics.
-        self.identities.as_ref().map(|identities| identities.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// A user for a gateway.
-    fn identity(&self) -> Result<Option<Identity>, ControlError> {
-        self.identities()
-            .map(|mut identities| identities.allocate())
-            .transpose()
-            .map_err(|e| ControlError::new(ErrorCode::Internal, e.to_string()))
-    }
-
-    /// Takes a gateway's user back. It is given out again once its last process is gone.
-    fn release(&self, identity: Option<Identity>) {
-        if let (Some(mut identities), Some(identity)) = (self.identities(), identity) {
-            identities.release(identity);
-        }
+    /// A user for a tenant's gateways.
+    pub fn user(&self) -> Result<Option<Arc<Lent>>, ControlError> {
+        let lent = self.users.as_ref().map(Lender::lend).transpose();
+        lent.map_err(|e| ControlError::new(ErrorCode::Internal, e.to_string()))
     }
 
     /// Starts a tenant on its port.
@@ -242,9 +227,9 @@ impl TenantShop {
         share: ShareAmounts,
         model: &Arc<Model>,
         listener: OwnedFd,
-    ) -> Result<Tenant, ControlError> {
-        let internal = |e: std::io::Error| ControlError::new(ErrorCode::Internal, e.to_string());
-        let identity = self.identity()?;
+        user: Option<Arc<Lent>>,
+    ) -> Tenant {
+        let listener = Arc::new(listener);
         let wall = self.walls.restored(&record.name, record.limits.as_deref());
         let facts = watch::Sender::new(TenantFacts {
             keys: key_entries(&record, &keys),
@@ -263,9 +248,9 @@ impl TenantShop {
             account,
             tenant: record.id,
             name: record.name.clone(),
-            identity,
+            user: user.clone(),
             cgroup: wall.cgroup(),
-            listener: listener.try_clone().map_err(internal)?,
+            listener: listener.clone(),
             model: model.clone(),
             facts: facts.subscribe(),
             state,
@@ -276,7 +261,7 @@ impl TenantShop {
         };
         let task = tokio::spawn(task.run());
         let model = model.clone();
-        Ok(Tenant { record, keys, model, share, wall, identity, listener, facts, gateway, task })
+        Tenant { record, keys, model, share, wall, user, listener, facts, gateway, task }
     }
 }
 
@@ -340,24 +325,21 @@ impl Tenant {
     }
 
     /// Moves to another port. Streams on the old one end with an event that says how to attach again, on the new one.
-    pub fn move_to(&mut self, shop: &TenantShop, listener: OwnedFd) -> Result<(), ControlError> {
-        let model = self.model.clone();
+    pub fn move_to(&mut self, shop: &TenantShop, listener: OwnedFd) {
+        let (model, user) = (self.model.clone(), self.user.clone());
         let TenantFacts { misfit, readmitting, .. } = self.facts.borrow().clone();
-        let moved = shop.open(self.record.clone(), self.keys.clone(), self.share, &model, listener)?;
+        let moved = shop.open(self.record.clone(), self.keys.clone(), self.share, &model, listener, user);
         moved.set_misfit(misfit);
         moved.set_readmitting(readmitting);
         let old = std::mem::replace(self, moved);
         old.part(Parting::Moved { port: self.record.port });
-        shop.release(old.identity);
         shop.forget_listener(self.record.id);
         shop.keep_listener(self.record.id, &self.listener);
-        Ok(())
     }
 
     /// Ends the gateway, which says why, and gives the port back.
-    pub async fn close(self, shop: &TenantShop, parting: Parting) {
+    pub async fn close(self, parting: Parting) {
         self.part(parting);
-        shop.release(self.identity);
         if let Err(error) = self.task.await {
             warn!(tenant = self.record.name, %error, "gateway task");
         }

@@ -45,7 +45,7 @@ pub struct Config {
     pub log: Log,
     /// Limits of the tenants' HTTP ports.
     pub gateway: Gateway,
-    /// User ids for the tenants' gateways, used when started as root.
+    /// User ids for the tenants' gateways, used where the daemon may choose.
     pub tenant_uids: UidRange,
     /// Whether tenants' limits are the kernel's to enforce.
     pub cgroups: Cgroups,

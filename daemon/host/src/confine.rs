@@ -165,6 +165,11 @@ pub(crate) fn join_cgroup(procs: impl AsFd) -> Result<(), Failed> {
     rustix::io::write(procs, b"0").at(Step::Cgroup).map(drop)
 }
 
+/// Moves a process of one thread through its new cgroup's `cgroup.procs`.
+pub(crate) fn move_to_cgroup(procs: impl AsFd, pid: u32) -> Result<(), Failed> {
+    rustix::io::write(procs, pid.to_string().as_bytes()).at(Step::Cgroup).map(drop)
+}
+
 /// Sheds what `identity` and `sandbox` say, and core dumps in any case.
 ///
 /// The calls are per thread: the caller is the only thread of its process.

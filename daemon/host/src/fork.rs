@@ -7,14 +7,15 @@ use std::ffi::CString;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 use nix::unistd::ForkResult;
 use rustix::fs::{Mode, OFlags};
-use rustix::io::{DupFlags, Errno};
+use rustix::io::{DupFlags, Errno, retry_on_intr};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{WaitOptions, wait};
 
-use crate::confine::{At, Failed, Identity, Sandbox, Step, hide, join_cgroup, limit_threads, shed};
+use crate::confine::{At, Failed, Identity, Sandbox, Step, hide, limit_threads, move_to_cgroup, shed};
 use crate::jail::Jail;
 use crate::process::{Child, exit_now, open_procs, outcome};
 
@@ -23,7 +24,7 @@ use crate::process::{Child, exit_now, open_procs, outcome};
 pub struct Confinement<'a> {
     /// Name of the process in `ps` and `top`; the kernel keeps the first 15 bytes.
     pub name: &'a str,
-    /// A cgroup v2 directory that the child joins first, so that all it does is charged there.
+    /// A cgroup v2 directory that the child is in before it does anything of its own.
     pub cgroup: Option<BorrowedFd<'a>>,
     /// `None` keeps user, groups and capabilities. Otherwise no capability is left.
     pub identity: Option<Identity>,
@@ -81,6 +82,8 @@ pub enum ForkError {
 /// their own.
 ///
 /// Where there is a jail, the child is in it when this returns; the jail's steps allocate a little, which a process of one thread may.
+/// The child is confined before it comes into its cgroup, and waits until it is there: what a limit of that cgroup holds up is never waited for
+/// here.
 ///
 /// # Errors
 /// There is no child.
@@ -100,22 +103,37 @@ pub fn fork_confined(confinement: &Confinement<'_>, keep: &[BorrowedFd<'_>]) -> 
     }
     let procs = confinement.cgroup.map(open_procs).transpose().at(Step::Cgroup).map_err(step)?;
     let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).at(Step::Pipe).map_err(step)?;
+    let (gate, opener) = pipe_with(PipeFlags::CLOEXEC).at(Step::Pipe).map_err(step)?;
 
     match fork_alone() {
         Err(errno) => Err(step(Failed { step: Step::Fork, errno: errno as i32 })),
         Ok(ForkResult::Parent { child }) => {
-            drop(writer);
-            outcome(child, &reader).map(Forked::Parent).map_err(step)
+            drop((writer, gate));
+            let child = outcome(child, &reader).map_err(step)?;
+            if let Some(procs) = procs
+                && let Err(failed) = move_to_cgroup(&procs, child.pid())
+            {
+                // It waits at the gate, which does not open.
+                drop(opener);
+                let _ = child.wait(Duration::MAX);
+                return Err(step(failed));
+            }
+            // One that was killed meanwhile is its owner's to find.
+            let _ = rustix::io::write(&opener, &[1]);
+            Ok(Forked::Parent(child))
         }
         Ok(ForkResult::Child) => {
-            drop(reader);
-            match confine(confinement, &title, procs.as_ref(), &writer, keep) {
-                Ok(()) => Ok(Forked::Child),
-                Err(failed) => {
-                    let _ = rustix::io::write(&writer, &failed.encode());
-                    exit_now(127);
-                }
+            drop((reader, opener));
+            let kept = [writer.as_raw_fd(), gate.as_raw_fd()];
+            if let Err(failed) = confine(confinement, &title, &kept, keep) {
+                let _ = rustix::io::write(&writer, &failed.encode());
+                exit_now(127);
             }
+            drop(writer);
+            if !matches!(retry_on_intr(|| rustix::io::read(&gate, &mut [0; 1])), Ok(1)) {
+                exit_now(127);
+            }
+            Ok(Forked::Child)
         }
     }
 }
@@ -130,15 +148,12 @@ fn fork_alone() -> nix::Result<ForkResult> {
 fn confine(
     confinement: &Confinement<'_>,
     title: &CString,
-    procs: Option<&OwnedFd>,
-    writer: &OwnedFd,
+    pipes: &[RawFd],
     keep: &[BorrowedFd<'_>],
 ) -> Result<(), Failed> {
-    if let Some(procs) = procs {
-        join_cgroup(procs)?;
-    }
     let mut kept: Vec<RawFd> = keep.iter().map(AsRawFd::as_raw_fd).collect();
-    kept.extend([0, 1, 2, writer.as_raw_fd()]);
+    kept.extend([0, 1, 2]);
+    kept.extend(pipes);
     blank_other_fds(&kept)?;
     rustix::thread::set_name(title).at(Step::Name)?;
     if confinement.identity.is_some() {

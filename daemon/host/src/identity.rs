@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::ops::RangeInclusive;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 use rustix::process::Uid;
@@ -60,7 +61,7 @@ impl Identities {
     }
 
     /// An id that no tenant and no process has.
-    pub fn allocate(&mut self) -> Result<Identity, IdentityError> {
+    fn allocate(&mut self) -> Result<Identity, IdentityError> {
         let (first, last) = (*self.range.start(), *self.range.end());
         for uid in (self.next..=last).chain(first..self.next) {
             if self.given.contains(&uid) || (self.has_process)(uid).map_err(IdentityError::Processes)? {
@@ -74,8 +75,55 @@ impl Identities {
     }
 
     /// Takes an id back. It is given out again once its last process is gone.
-    pub fn release(&mut self, identity: Identity) {
+    fn release(&mut self, identity: Identity) {
         self.given.remove(&identity.uid);
+    }
+}
+
+/// All ids, for those who lend them.
+#[derive(Clone, Debug)]
+pub struct Lender(Arc<Mutex<Identities>>);
+
+/// A user that one tenant has, with all that may still start as it: taken back with the last of them.
+#[derive(Debug)]
+pub struct Lent {
+    identity: Identity,
+    lender: Lender,
+}
+
+impl Lender {
+    /// Lends out of these.
+    #[must_use]
+    pub fn new(identities: Identities) -> Self {
+        Self(Arc::new(Mutex::new(identities)))
+    }
+
+    /// An id that no tenant and no process has.
+    ///
+    /// # Errors
+    /// [`IdentityError`]
+    pub fn lend(&self) -> Result<Arc<Lent>, IdentityError> {
+        let identity = self.identities().allocate()?;
+        Ok(Arc::new(Lent { identity, lender: self.clone() }))
+    }
+
+    fn identities(&self) -> MutexGuard<'_, Identities> {
+        // Nothing under the lock panics.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Lent {
+    /// Which.
+    #[must_use]
+    pub const fn identity(&self) -> Identity {
+        self.identity
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.lender.identities().release(self.identity);
     }
 }
 
@@ -105,6 +153,17 @@ mod tests {
         assert!(matches!(ids.allocate(), Err(IdentityError::Exhausted { .. })));
         ids.has_process = |uid| Ok(uid == 100);
         assert_eq!(ids.allocate().unwrap().uid, 101);
+    }
+
+    #[test]
+    fn a_lent_id_is_back_with_the_last_who_has_it() {
+        let lender = Lender::new(Identities::over(100..=100, |_| Ok(false)).unwrap());
+        let lent = lender.lend().unwrap();
+        let queued = lent.clone();
+        drop(lent);
+        assert!(matches!(lender.lend(), Err(IdentityError::Exhausted { .. })));
+        drop(queued);
+        assert_eq!(lender.lend().unwrap().identity().uid, 100);
     }
 
     #[test]

@@ -80,6 +80,8 @@ pub struct JournalDb {
     pub(crate) names: Names,
     /// What ended while nothing could be written.
     pub(crate) unbilled: Unbilled,
+    /// Bills are to have numbers above this one, which the file does not say yet.
+    pub(crate) bills_after: Option<i64>,
     next_request: i64,
     next_step: i64,
     /// Rows in `steps`.
@@ -171,6 +173,7 @@ impl JournalDb {
             live: HashMap::new(),
             names: Names::default(),
             unbilled: Unbilled::new(),
+            bills_after: None,
             next_request: 1,
             next_step: 1,
             unfolded: 0,
@@ -343,7 +346,7 @@ impl JournalDb {
     }
 
     fn transact_now<T>(&self, act: impl FnOnce(&Change<'_>) -> Result<T, DbError>) -> Result<T, DbError> {
-        let change = Change { db: &self.db, path: &self.path };
+        let change = Change { db: &self.db, path: &self.path, bills_after: self.bills_after };
         change.execute("BEGIN IMMEDIATE", [])?;
         let done = act(&change).and_then(|done| change.execute("COMMIT", []).map(|_| done));
         // SQLite has rolled back by itself after some failures.
@@ -511,6 +514,8 @@ impl Batch {
 pub(crate) struct Change<'a> {
     db: &'a Connection,
     path: &'a Path,
+    /// The number that the next bill follows at least.
+    pub(crate) bills_after: Option<i64>,
 }
 
 impl Deref for Change<'_> {

@@ -3,7 +3,7 @@
 //! **Owns** that each bill of a journal is added once: up to which one is changed in the transaction that adds it. **Never** forgets a
 //! tenant that was removed: the bill comes afterwards.
 
-use crate::usage::{read_key, read_usage};
+use crate::usage::{read_key, read_usage, written};
 use crate::{Bill, ControlDb, DbError, LedgerId, Payer, Usage};
 use fail::fail_point;
 use pagedd_core::TenantId;
@@ -84,28 +84,17 @@ impl ControlDb {
             return Ok(through);
         }
         self.change(|change| {
-            for ((Payer { tenant, key, model }, hour), usage) in &sums {
+            for ((payer, hour), usage) in &sums {
                 change.run(
                     "INSERT INTO usage
-                         (tenant, hour, key, model, requests, aborted, failed, prompt_tokens, cached_tokens, output_tokens)
+                         (hour, tenant, key, model, requests, aborted, failed, prompt_tokens, cached_tokens, output_tokens)
                      VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)
                      ON CONFLICT (tenant, hour, key, model) DO UPDATE SET
                          requests = requests + excluded.requests, aborted = aborted + excluded.aborted,
                          failed = failed + excluded.failed, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
                          cached_tokens = cached_tokens + excluded.cached_tokens,
                          output_tokens = output_tokens + excluded.output_tokens",
-                    params![
-                        tenant.0,
-                        hour,
-                        key.unwrap_or(0),
-                        model.as_ref(),
-                        usage.requests as i64,
-                        usage.aborted as i64,
-                        usage.failed as i64,
-                        usage.prompt_tokens as i64,
-                        usage.cached_tokens as i64,
-                        usage.output_tokens as i64,
-                    ],
+                    written(*hour, payer, usage),
                 )?;
             }
             change.run(

@@ -14,6 +14,7 @@ use crate::saved::{Entry, Finish, StepEntry, unseal};
 use crate::{Admission, DbError, JournalDb, Record, SavedRequest, Step};
 use fail::fail_point;
 use pagedd_core::{RequestId, TenantId};
+use rusqlite::types::Value;
 use rusqlite::{Connection, Params, Row, params};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::AddAssign;
@@ -182,29 +183,45 @@ pub(crate) fn computed(step: &Step, request: RequestId) -> Option<u32> {
 
 /// Writes bills; part of a transaction under way.
 pub(crate) fn write(change: &Change<'_>, bills: &Unbilled) -> Result<(), DbError> {
-    for ((at_unix, Payer { tenant, key, model }), usage) in bills {
+    if !bills.is_empty()
+        && let Some(through) = change.bills_after
+    {
+        number_after(change, through)?;
+    }
+    for ((at_unix, payer), usage) in bills {
         change.execute(
             "INSERT INTO bills
                  (at_unix, tenant, key, model, requests, aborted, failed, prompt_tokens, cached_tokens, output_tokens)
              VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
-            params![
-                *at_unix as i64,
-                tenant.0,
-                key.unwrap_or(0),
-                model.as_ref(),
-                usage.requests as i64,
-                usage.aborted as i64,
-                usage.failed as i64,
-                usage.prompt_tokens as i64,
-                usage.cached_tokens as i64,
-                usage.output_tokens as i64,
-            ],
+            written(*at_unix as i64, payer, usage),
         )?;
     }
     if !bills.is_empty() {
         fail_point!("journal-bill", |_| Err(DbError::DiskFull { path: change.path().to_path_buf() }));
     }
     Ok(())
+}
+
+/// Gives bills numbers above this one from here on; part of a transaction under way.
+fn number_after(change: &Change<'_>, through: i64) -> Result<(), DbError> {
+    let query = "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'bills'";
+    let given = change.rows(query, [], |row| row.get::<_, i64>(0))?;
+    if given.first().is_some_and(|given| *given >= through) {
+        return Ok(());
+    }
+    change.execute("DELETE FROM sqlite_sequence WHERE name = 'bills'", [])?;
+    change.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('bills', ?1)", [through])?;
+    Ok(())
+}
+
+/// A row of who pays how much for which time: that, the payer's three columns, and the six sums.
+pub(crate) fn written(time: i64, payer: &Payer, usage: &Usage) -> [Value; 10] {
+    let Payer { tenant, key, model } = payer;
+    let Usage { requests, aborted, failed, prompt_tokens, cached_tokens, output_tokens } = *usage;
+    let sums = [requests, aborted, failed, prompt_tokens, cached_tokens, output_tokens];
+    let [requests, aborted, failed, prompt, cached, output] = sums.map(|sum| Value::Integer(sum as i64));
+    let (tenant, key) = (i64::from(tenant.0).into(), i64::from(key.unwrap_or(0)).into());
+    [time.into(), tenant, key, model.to_string().into(), requests, aborted, failed, prompt, cached, output]
 }
 
 /// Sums of a row's last six columns, from `first` on.
@@ -297,21 +314,21 @@ impl JournalDb {
         Ok(())
     }
 
-    /// Gives bills numbers above this one from here on: a control.db has them up to it, of a later state of this journal.
+    /// Gives bills numbers above this one from here on, also where that cannot be written now: a control.db has them up to it, of a later
+    /// state of this journal.
     ///
     /// # Errors
     /// As for [`append`](Self::append). Nothing has changed.
     pub fn raise_bills(&mut self, through: i64) -> Result<(), DbError> {
-        let query = "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'bills'";
-        let given = rows(&self.db, &self.path, query, [], |row| row.get::<_, i64>(0))?;
-        if given.first().is_some_and(|given| *given >= through) {
-            return Ok(());
-        }
+        self.bills_after = Some(through);
         let at = self.usual();
         self.transact(at, |change| {
-            change.execute("DELETE FROM sqlite_sequence WHERE name = 'bills'", [])?;
-            change.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('bills', ?1)", [through])
+            fail_point!("journal-raise-bills", |_| Err(DbError::DiskFull {
+                path: change.path().to_path_buf()
+            }));
+            number_after(change, through)
         })?;
+        self.bills_after = None;
         self.committed(at);
         Ok(())
     }

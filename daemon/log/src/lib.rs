@@ -3,8 +3,10 @@
 //! **Owns** how a line's level is told there. **Never** decides what is logged, and never fails: a log that cannot be written is lost.
 
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::path::Path;
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::getpeername;
 use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
@@ -56,20 +58,37 @@ pub struct Line {
 
 impl Write for Line {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        let mut out = io::stderr().lock();
         if self.prefix.is_empty() {
-            return io::stderr().write(text);
+            write_all(&mut out, text)?;
+        } else {
+            // In one piece: other processes write to the same journal.
+            write_all(&mut out, &[self.prefix.as_bytes(), text].concat())?;
         }
-        // In one piece: other processes write to the same journal.
-        let mut line = Vec::with_capacity(self.prefix.len() + text.len());
-        line.extend_from_slice(self.prefix.as_bytes());
-        line.extend_from_slice(text);
-        io::stderr().write_all(&line)?;
         Ok(text.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Waits where there is no room, also where another process that shares this one's standard error, a tenant's among them, has switched it to not
+/// waiting.
+fn write_all(out: &mut (impl Write + AsFd), mut text: &[u8]) -> io::Result<()> {
+    while !text.is_empty() {
+        match out.write(text) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => text = &text[written..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let mut fds = [PollFd::new(out, PollFlags::OUT)];
+                poll(&mut fds, None)?;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// Priorities of syslog.
@@ -97,7 +116,25 @@ fn is_journals(socket: &Path) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+    use std::thread;
+
     use super::*;
+
+    #[test]
+    fn a_line_is_written_whole_where_somebody_has_switched_the_other_end_to_not_waiting() {
+        let (mut out, mut other) = UnixStream::pair().expect("a pair of sockets");
+        out.set_nonblocking(true).expect("it does not wait");
+        let text = vec![b'x'; 4 << 20];
+        let read = thread::spawn(move || {
+            let mut all = Vec::new();
+            other.read_to_end(&mut all).map(|_| all)
+        });
+        write_all(&mut out, &text).expect("it is written");
+        drop(out);
+        assert!(read.join().expect("its thread").expect("it is read") == text);
+    }
 
     #[test]
     fn only_sockets_of_journals_are_the_journal() {

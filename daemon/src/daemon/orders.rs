@@ -14,7 +14,7 @@ use pagedd_engine::Command as EngineCommand;
 use pagedd_journal::{KeyRow, NewKey, NewTenant, TenantRow, TenantUpdate};
 use pagedd_wire::gateway::Parting;
 use tokio::sync::oneshot;
-use tracing::warn;
+use tracing::{error, warn};
 
 use super::{Daemon, key_info, now_unix, unknown_tenant};
 use crate::hub::Message;
@@ -41,6 +41,7 @@ impl Daemon {
         let retention_ms = spec.retention.as_deref().map(retention).transpose()?.flatten();
         let quotas = quotas(Quotas::default(), spec.quotas)?;
         let (port, listener) = self.port(spec.port)?;
+        let user = self.shop.user()?;
         // Last of what can be refused: it is made in the kernel.
         let wall = self.shop.walls.tenant(&name, limits)?;
         let new = NewTenant {
@@ -72,28 +73,22 @@ impl Daemon {
         };
         let keys = key.iter().map(|(_, row)| row.clone()).collect();
         self.shop.keep_listener(record.id, &listener);
-        let opened = self.shop.open(record.clone(), keys, share, &model, listener);
-        let settled = match &opened {
-            Ok(tenant) => tenant.apply(share, record.prompt_lookup).await,
-            Err(error) => Err(error.clone()),
-        };
-        if let Err(error) = settled {
+        let tenant = self.shop.open(record.clone(), keys, share, &model, listener, user);
+        if let Err(error) = tenant.apply(share, record.prompt_lookup).await {
             self.shop.forget_listener(record.id);
             self.shop.accounts.forget(record.id);
-            match opened {
-                Ok(tenant) => tenant.close(&self.shop, Parting::Removed).await,
-                Err(_) => wall.remove().await,
-            }
+            tenant.close(Parting::Removed).await;
             // The engine may know it already, or learn of it late.
             drop(
                 model
                     .engine
                     .send(EngineCommand::RemoveTenant { tenant: record.id, reply: Box::new(|()| {}) }),
             );
-            self.db.with(move |db| db.remove_tenant(record.id)).await?;
+            if let Err(left) = self.db.with(move |db| db.remove_tenant(record.id)).await {
+                error!(tenant = name, error = %left, "a tenant that was not added is in control.db: it is there at the next start");
+            }
             return Err(error);
         }
-        let tenant = opened?;
         let info = tenant.info(&self.shop);
         self.retain(&tenant.record).await;
         self.tenants.insert(name.clone(), tenant);
@@ -144,9 +139,8 @@ impl Daemon {
         };
         let prompt_lookup = changes.prompt_lookup.or(tenant.record.prompt_lookup);
         self.confine(name, limits.clone(), force).await?;
-        let applied = self.tenant(name)?.apply(share, prompt_lookup).await;
-        if let Err(error) = applied {
-            self.confine(name, limits_before, true).await?;
+        if let Err(error) = self.tenant(name)?.apply(share, prompt_lookup).await {
+            self.confine_again(name, limits_before).await;
             return Err(error);
         }
         let update = TenantUpdate {
@@ -166,8 +160,10 @@ impl Daemon {
         match written {
             Ok(record) => tenant.record = record,
             Err(error) => {
-                tenant.apply(before, tenant.record.prompt_lookup).await?;
-                self.confine(name, limits_before, true).await?;
+                if let Err(kept) = tenant.apply(before, tenant.record.prompt_lookup).await {
+                    error!(tenant = name, error = %kept, "what was refused is in force until the next start: its share");
+                }
+                self.confine_again(name, limits_before).await;
                 return Err(error);
             }
         }
@@ -175,7 +171,7 @@ impl Daemon {
         tenant.set_misfit(None);
         tenant.announce();
         if let Some((_, listener)) = listener {
-            tenant.move_to(&self.shop, listener)?;
+            tenant.move_to(&self.shop, listener);
         }
         if changed_retention.is_some() {
             self.retain(&self.tenant(name)?.record).await;
@@ -207,6 +203,13 @@ impl Daemon {
         let walls = self.shop.walls.clone();
         let tenant = self.tenants.get_mut(name).ok_or_else(|| unknown_tenant(name))?;
         tenant.wall.change(&walls, limits, force).await
+    }
+
+    /// Puts limits back into force that were before those of an order that is refused.
+    async fn confine_again(&mut self, name: &str, before: CgroupLimits) {
+        if let Err(error) = self.confine(name, before, true).await {
+            error!(tenant = name, %error, "what was refused is in force until the next start: its limits");
+        }
     }
 
     /// Has journal and hub keep a tenant's requests for as long as they are to.
@@ -306,7 +309,7 @@ impl Daemon {
         let Some(tenant) = self.tenants.remove(&name) else { return Err(unknown_tenant(&name)) };
         let (tenant_id, model) = (tenant.id(), tenant.model.clone());
         self.shop.forget_listener(id);
-        tenant.close(&self.shop, Parting::Removed).await;
+        tenant.close(Parting::Removed).await;
         let (sender, done) = oneshot::channel();
         let command = EngineCommand::RemoveTenant {
             tenant: tenant_id,

@@ -51,10 +51,7 @@ const NEVER: [(&str, &[&str]); 8] = [
     ("pagedd-engine", &["serde", "tokio", "rusqlite"]),
     ("pagedd-worker", &["hyper", "axum", "tokio", "rusqlite"]),
     ("pagedd-gateway", &["rusqlite", "cudarc", "pagedd-kernels"]),
-    (
-        "pagedd",
-        &["cudarc", "tokenizers", "minijinja", "axum", "pagedd-model", "pagedd-kernels", "pagedd-log"],
-    ),
+    ("pagedd", &["cudarc", "tokenizers", "minijinja", "axum", "pagedd-model", "pagedd-kernels"]),
     ("pagedctl", &["tokio", "hyper", "rusqlite"]),
 ];
 

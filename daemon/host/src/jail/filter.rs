@@ -105,8 +105,8 @@ fn conditional() -> Vec<(libc::c_long, Vec<Argument>)> {
         (libc::SYS_prlimit64, vec![(0, Eq, 0)]),
         (libc::SYS_prctl, vec![(0, Eq, number(libc::PR_SET_NAME))]),
     ];
-    // Not among them: who gets a signal when an fd is ready.
-    for command in [libc::F_DUPFD_CLOEXEC, libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL] {
+    // Not among them: who gets a signal when an fd is ready, and flags of what it shares with the daemon.
+    for command in [libc::F_DUPFD_CLOEXEC, libc::F_GETFD, libc::F_SETFD, libc::F_GETFL] {
         lines.push((libc::SYS_fcntl, vec![(1, Eq, number(command))]));
     }
     for flags in [THREAD, THREAD | libc::CLONE_DETACHED] {

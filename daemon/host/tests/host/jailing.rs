@@ -16,10 +16,12 @@ use super::roles::{LONG, pipe};
 /// Forks a child into the jail that writes what `say` returns, and returns it to the parent with how the child ended.
 fn jailed(keep: &[std::os::fd::BorrowedFd<'_>], say: impl FnOnce() -> String) -> (String, ExitStatus) {
     let jail = Jail::new().unwrap();
+    // No other test's: threads are counted by user.
+    let uid = 100_000 + std::process::id();
     let confinement = Confinement {
         name: "jailed",
         cgroup: None,
-        identity: geteuid().is_root().then_some(Identity { uid: 61_240, gid: 61_240 }),
+        identity: geteuid().is_root().then_some(Identity { uid, gid: uid }),
         sandbox: Sandbox { no_new_privs: true, ..Sandbox::default() },
         jail: Some(&jail),
     };

@@ -222,6 +222,12 @@ fn a_bills_number_is_never_given_again() {
     db.raise_bills(90).unwrap();
     db.append(&[admit(41), end(41, STOPPED, None)], TIME).unwrap();
     assert_eq!(left(&db), [3, 91]);
-    assert_eq!(db.bills_since(TIME).unwrap().len(), 2);
-    assert_eq!(db.bills_since(TIME + 1).unwrap().len(), 0);
+    let writable = |db: &JournalDb, is: bool| db.db.pragma_update(None, "query_only", !is).unwrap();
+    writable(&db, false);
+    db.raise_bills(200).unwrap_err();
+    writable(&db, true);
+    db.append(&[admit(51), end(51, STOPPED, None)], TIME + 200).unwrap();
+    assert_eq!(left(&db), [3, 91, 201], "what could not be written then is with the next bill");
+    assert_eq!(db.bills_since(TIME).unwrap().len(), 3);
+    assert_eq!(db.bills_since(TIME + 1).unwrap().len(), 1);
 }
