@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-# cargo-nextest where it is installed, else cargo's own runner. Tests that start a daemon use every core: one at a time.
+# cargo-nextest where it is installed, else cargo's own runner. Tests that start a daemon run two at a time with the one (.config/nextest.toml), one at a time with the other.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
 # Tests run with fail points: places at which they end a process.
 POINTS := --features pagedd/failpoints,pagedd-worker/failpoints,pagedd-gateway/failpoints

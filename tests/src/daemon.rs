@@ -5,9 +5,11 @@
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::net::TcpListener;
+use std::ops::Range;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -42,12 +44,30 @@ pub fn binary(name: &str) -> PathBuf {
     path
 }
 
-/// `count` TCP ports of the loopback device that nobody has.
+/// Ports that tests take, below those that the kernel gives to whoever asks for any.
+const PORTS: Range<u16> = 12_000..32_000;
+/// Ports of a test that runs beside others: as many as one of them uses up, and more.
+const SLOT_PORTS: u16 = 2_000;
+
+/// `N` TCP ports of the loopback device that nobody has, and that no test which runs at the same time takes.
+///
+/// # Panics
+/// A test has used up its ports.
 pub fn free_ports<const N: usize>() -> [u16; N] {
-    // All are bound before one is let go, so that they differ.
-    let sockets: [TcpListener; N] =
-        std::array::from_fn(|_| TcpListener::bind(("127.0.0.1", 0)).expect("a free port"));
-    sockets.map(|s| s.local_addr().expect("its address").port())
+    static TAKEN: AtomicU16 = AtomicU16::new(0);
+    // nextest numbers those of a group that run at one time.
+    let slot = std::env::var("NEXTEST_TEST_GROUP_SLOT").ok().and_then(|slot| slot.parse::<u16>().ok());
+    let slots = (PORTS.end - PORTS.start) / SLOT_PORTS;
+    let first = PORTS.start + slot.unwrap_or(0) % slots * SLOT_PORTS;
+    // Tests of one slot follow one another, and each begins elsewhere: a port may be busy for a while after its owner's end.
+    let start = (std::process::id() % u32::from(SLOT_PORTS)) as u16;
+    let next = || {
+        let taken = TAKEN.fetch_add(1, Ordering::Relaxed);
+        assert!(taken < SLOT_PORTS, "a test used up its ports");
+        first + (start + taken) % SLOT_PORTS
+    };
+    let free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    std::array::from_fn(|_| std::iter::repeat_with(next).find(free).expect("ports do not end"))
 }
 
 /// The usual configuration: SmolLM2 as `smollm2`, with small limits so that tests reach them.
