@@ -31,11 +31,12 @@ flock 9
       cargo install --quiet --locked --root "$tmp" --version "$version" cargo-deb
     mv -f "$tmp/bin/cargo-deb" "$deb"
   fi
-  cargo build --locked --release --workspace --bins
+  # In one build: of single packages, dependencies would be compiled once more, with other features.
+  cargo build --locked --release --workspace --bins --example pagedctl_pages --example pagedd_pages
   pages=$target/release/pages
   rm -rf "$pages"
-  cargo run --locked --release --quiet --package pagedctl --example pagedctl_pages -- "$pages"
-  cargo run --locked --release --quiet --package pagedd --example pagedd_pages -- "$pages"
+  "$target/release/examples/pagedctl_pages" "$pages"
+  "$target/release/examples/pagedd_pages" "$pages"
   gzip -9 --no-name "$pages"/*.[158]
   python3 scripts/third_party.py "$pages/third-party.txt.gz"
   made=$("$deb" deb --locked --no-build --strip --quiet --package pagedd --output "$target/debian/" | tail -n 1)
