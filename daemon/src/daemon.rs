@@ -64,7 +64,7 @@ pub struct Daemon {
     pub models: Vec<Arc<Model>>,
     /// Tenants by name.
     pub tenants: BTreeMap<String, Tenant>,
-    /// Tenants whose model is not configured, by name.
+    /// Tenants that cannot be served, by name.
     pub unserved: BTreeMap<String, Unserved>,
     /// What tenants are built with.
     pub shop: TenantShop,
@@ -213,7 +213,7 @@ impl Daemon {
             Command::TenantSet(set) => Reply::Tenant(self.set(set).await?),
             Command::TenantRemove(remove) => Reply::TenantRemoved(self.remove(remove).await?),
             Command::TenantList => Reply::Tenants(TenantListed { tenants: self.infos() }),
-            Command::TenantShow(name) => Reply::Tenant(self.shown(&name.name)?),
+            Command::TenantShow(name) => Reply::Tenant(self.shown(&name.name).await?),
             Command::TenantSuspend(name) => Reply::Tenant(self.suspend(&name.name, true).await?),
             Command::TenantResume(name) => Reply::Tenant(self.suspend(&name.name, false).await?),
             Command::KeyCreate(create) => Reply::KeyCreated(self.create_key(create).await?),
@@ -233,7 +233,7 @@ impl Daemon {
             Command::Usage(ask) => Reply::Usage(self.usage.report(ask).await?),
             Command::Metrics => {
                 let drain = self.drain_info().await;
-                let walls = self.shop.walls.shown();
+                let walls = self.walls();
                 let text = self
                     .shop
                     .exporter
@@ -245,7 +245,7 @@ impl Daemon {
     }
 
     async fn status(&self) -> StatusInfo {
-        let drain = self.drain_info().await;
+        let (drain, models) = (self.drain_info().await, status::models(&self.models).await);
         StatusInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
@@ -253,14 +253,19 @@ impl Daemon {
             state_dir: self.facts.state_dir.display().to_string(),
             config: self.facts.config.as_ref().map(|path| path.display().to_string()),
             reload: self.reload.clone(),
-            walls: self.shop.walls.shown(),
+            walls: self.walls(),
             sandbox: self.facts.sandbox.clone(),
             durable: durable(&self.durability.borrow()),
             supervisor: self.facts.supervisor,
             drain,
-            models: self.models.iter().map(|model| status::model(model)).collect(),
+            models,
             tenants: self.infos(),
         }
+    }
+
+    /// What of the walls stands, those of every tenant with them.
+    fn walls(&self) -> pagedd_control::Walls {
+        self.shop.walls.shown(self.tenants.iter().map(|(name, tenant)| (name.as_str(), &tenant.wall)))
     }
 
     /// Every tenant, by name.
@@ -278,7 +283,7 @@ impl Daemon {
         })
     }
 
-    fn shown(&self, name: &str) -> Result<TenantShown, ControlError> {
+    async fn shown(&self, name: &str) -> Result<TenantShown, ControlError> {
         if let Some(unserved) = self.unserved.get(name) {
             let wall = walls::unserved(unserved.record.limits.as_deref()).into();
             return Ok(TenantShown { tenant: unserved.info(&self.shop), wall, notes: Vec::new() });
@@ -286,7 +291,7 @@ impl Daemon {
         let tenant = self.tenant(name)?;
         Ok(TenantShown {
             tenant: tenant.info(&self.shop),
-            wall: tenant.wall.info(tenant.device_bytes()).into(),
+            wall: tenant.wall.info(tenant.device_bytes()).await.into(),
             notes: Vec::new(),
         })
     }
@@ -337,7 +342,10 @@ impl Daemon {
             });
         }
         let Some(model) = self.models.get(usize::from(model.0)) else { return };
-        let of_model = |kept: &mut Kept| kept.admission.saved.model == model.name;
+        // Those of a tenant that is not served wait for it, as they do for a model.
+        let waits = |tenant| self.unserved.values().any(|unserved| unserved.record.id == tenant);
+        let of_model =
+            |kept: &mut Kept| kept.admission.saved.model == model.name && !waits(kept.admission.tenant);
         let restored: Vec<Kept> = self.restored.extract_if(.., of_model).collect();
         // Also where a tenant was removed with the last of them: others of the model wait for it.
         if self.readmitted.insert(model.id) {

@@ -25,6 +25,7 @@ use crate::daemon::Facts;
 use crate::hub::{Counters, Message};
 use crate::model::Model;
 use crate::quota::{Accounts, TenantAccount};
+use crate::status;
 use crate::tenants::Tenant;
 use crate::worker::ModelState;
 
@@ -183,7 +184,7 @@ impl Exporter {
         let full = matches!(walls, Walls::Full);
         families.gauge(
             "pagedd_walls",
-            "Whether every limit between tenants is enforced by the kernel: 1, or 0 where not all of them are.",
+            "Whether every limit of every tenant is enforced by the kernel as it was given: 1, or 0 where not all of them are.",
             &none,
             u8::from(full),
         );
@@ -236,9 +237,9 @@ async fn cells(families: &mut Families, models: &[Arc<Model>], tenants: &BTreeMa
             cell(families, &labels, &usage);
         }
     }
-    for model in models {
+    for (model, memory) in models.iter().zip(status::worker_memory(models).await) {
         let labels = device(model);
-        if let Some(memory) = model.cell.as_ref().and_then(|cell| cell.memory()) {
+        if let Some(memory) = memory {
             let help = "Memory that the cgroup of the model's workers is charged with.";
             families.gauge("pagedd_worker_memory_bytes", help, &labels, memory as f64);
         }

@@ -17,6 +17,7 @@ use pagedd_engine::{
     Engine, EngineConfig, EngineHandle, EngineStats, Inbox, Journal, Observer, StepRecord, Worker as _, inbox,
 };
 use pagedd_host::fdstore::FdStore;
+use pagedd_host::hierarchy::CgroupError;
 use pagedd_host::shared::SharedMemory;
 use pagedd_kv::Ledger;
 use pagedd_sched::{AdmitError, PolicyKind, Scheduler, SchedulerConfig, Tuning};
@@ -31,7 +32,7 @@ use crate::hub::Ticket;
 use crate::recorder::Told;
 use crate::settings;
 use crate::template::{TemplateHandle, TemplateSpec};
-use crate::walls::{Walls, WorkerCell};
+use crate::walls::{Walls, WorkerCgroup};
 use crate::watchdog::{Pulse, Watchdog};
 use crate::worker::{Environment, ModelState, WorkerProcess, WorkerSpec};
 
@@ -68,7 +69,7 @@ pub struct Model {
     /// Of its worker.
     pub reins: Arc<Reins>,
     /// The cgroup of its workers, where they have one.
-    pub cell: Option<Arc<WorkerCell>>,
+    pub cell: Option<Arc<WorkerCgroup>>,
     /// What a copy of its KV blocks is made from, once its engine runs.
     pub shelf: Arc<OnceLock<Shelf>>,
     /// Zero of its engine's clock.
@@ -146,7 +147,7 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
         walls: around.walls.clone(),
     })?;
     let start = Instant::now();
-    let worker = worker(config, around, state_sender);
+    let worker = worker(config, around, state_sender).map_err(io::Error::other)?;
     let pulse = worker.pulse();
     let model = Arc::new(Model {
         id,
@@ -174,16 +175,23 @@ pub fn start(id: ModelId, config: &Settings, around: &Surroundings) -> io::Resul
 }
 
 /// A model's worker, which has not started.
-pub fn worker(config: &Settings, around: &Surroundings, state: watch::Sender<ModelState>) -> WorkerProcess {
+///
+/// # Errors
+/// It has no cgroup, and the configuration requires one.
+pub fn worker(
+    config: &Settings,
+    around: &Surroundings,
+    state: watch::Sender<ModelState>,
+) -> Result<WorkerProcess, CgroupError> {
     let spec = WorkerSpec {
         model: config.name.to_string(),
         program: around.programs.join("pagedd-worker"),
         hello: settings::hello(config),
         env: around.env.iter().cloned().chain(settings::device_env(config.device)).collect(),
-        cell: around.walls.workers(config.name.as_str()),
+        cell: around.walls.workers(config.name.as_str())?,
     };
     let pulse = around.watchdog.pulse(format!("engine-{}", spec.model));
-    WorkerProcess::new(spec, around.store.clone(), state, pulse)
+    Ok(WorkerProcess::new(spec, around.store.clone(), state, pulse))
 }
 
 /// What an engine needs of a worker that is up.

@@ -1,8 +1,8 @@
 //! From the command line to a running daemon, and what ends it.
 //!
-//! The order of a start: configuration → keeper (without systemd) → locks → control.db, journal.db → ports → models → admin socket. What can
-//! fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound. Only where the databases are to
-//! be a checkpoint's, models come before them ([`crate::reload`]).
+//! The order of a start: configuration → keeper (without systemd) → locks → cgroups → control.db, journal.db → tenants' walls → ports → models →
+//! admin socket. What can fail for a reason the operator must mend comes first, and nothing is loaded before every port is bound. Only where the
+//! databases are to be a checkpoint's, models come before them ([`crate::reload`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::IsTerminal;
@@ -28,7 +28,7 @@ use pagedd_host::lock::{GpuLock, LockError, StateLock};
 use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
 use pagedd_journal::checkpoint::finish_restore;
-use pagedd_journal::{ControlDb, DbError, JournalWriter};
+use pagedd_journal::{ControlDb, DbError, JournalWriter, TenantRow};
 use pagedd_log::Stderr;
 use pagedd_wire::gateway::Parting;
 use tokio::io::AsyncReadExt;
@@ -59,9 +59,9 @@ use crate::respite;
 use crate::retention::Retentions;
 use crate::sandbox;
 use crate::supervision::{self, Standing};
-use crate::tenants::{ShareAmounts, TenantShop, Unserved, own_retention};
+use crate::tenants::{Lack, Place, ShareAmounts, TenantShop, Unserved, own_retention};
 use crate::usage::{self, Collector};
-use crate::walls::Walls;
+use crate::walls::{NoWalls, TenantWall, Walls};
 use crate::watchdog::Watchdog;
 
 /// What `fsync: interval` means: the loss of power costs at most so much.
@@ -186,7 +186,10 @@ fn run(config: Config, cli: Cli) -> Result<End, Failure> {
         .build()
         .context("runtime")?;
     // Before there is another process or thread: whatever is started from here on is in its place from the start.
-    let walls = Walls::build(config.cgroups).map_err(|e| Failure::new(exit::CONFIG, e))?;
+    let walls = Walls::build(config.cgroups).map_err(|error| match error {
+        NoWalls::Never(_) => Failure::new(exit::CONFIG, error),
+        NoWalls::Now(_) => Failure::new(FAILED, error),
+    })?;
     let walls = Arc::new(walls);
     let around = surroundings(&config, store.clone(), Watchdog::from_env(), walls.clone())?;
     let lifeline = keeper::lifeline();
@@ -336,8 +339,7 @@ async fn serve(
     let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
     let records = db.tenants().map_err(|e| state_failure(&e))?;
     let known: Vec<TenantId> = records.iter().map(|tenant| tenant.id).collect();
-    let configured = config.models.iter().map(|model| model.name.as_str());
-    walls.sweep(records.iter().map(|tenant| tenant.name.as_str()), configured);
+    walls.sweep();
     let own_retentions: Vec<(TenantId, Duration)> =
         records.iter().filter_map(|tenant| Some((tenant.id, own_retention(tenant)?))).collect();
     let recorder::Found { live: restored, set_aside } =
@@ -374,6 +376,9 @@ async fn serve(
     let (records, without_model): (Vec<_>, Vec<_>) = records
         .into_iter()
         .partition(|record| config.models.iter().any(|model| model.name.as_str() == record.model));
+    let Walled { records, mut walls, without_wall } = walled(&shop.walls, records).await;
+    let without_model = without_model.into_iter().map(|record| (record, Lack::Model));
+    let lacking: Vec<_> = without_model.chain(without_wall).collect();
     let mut ports = ports::listeners(&store, config.listen, &records)
         .map_err(|error| Failure::new(exit::IN_USE, error))?;
     let socket = AdminSocket::open(&store, &config.admin_socket).map_err(|e| {
@@ -400,7 +405,8 @@ async fn serve(
         hub.retain(*tenant, Some(*own));
     }
     for kept in &restored {
-        let model = models.iter().find(|model| model.name == kept.admission.saved.model);
+        let served = |_: &&Arc<Model>| lacking.iter().all(|(record, _)| record.id != kept.admission.tenant);
+        let model = models.iter().find(|model| model.name == kept.admission.saved.model).filter(served);
         hub.restore(model.map(|model| model.id), kept.clone());
     }
     tokio::spawn(hub.run(hub_inbox));
@@ -414,19 +420,21 @@ async fn serve(
         };
         let share = ShareAmounts { floor: amount(&record.kv_floor)?, ceiling: amount(&record.kv_ceiling)? };
         let keys = db.keys(record.id).map_err(|e| state_failure(&e))?;
-        let Some(listener) = ports.remove(&record.id) else { continue };
+        let (Some(listener), Some(wall)) = (ports.remove(&record.id), walls.remove(&record.id)) else {
+            continue;
+        };
         let user = shop.user().map_err(|e| Failure::new(FAILED, format!("tenant `{name}`: {e}")))?;
-        let tenant = shop.open(record, keys, share, model, listener, user);
+        let tenant = shop.open(record, keys, share, model, Place { listener, user, wall });
         tenant.set_readmitting(restored.iter().any(|kept| kept.admission.saved.model == model.name));
         tenants.insert(name, tenant);
     }
     let mut unserved = BTreeMap::new();
-    for record in without_model {
+    for (record, lacks) in lacking {
         let name = record.name.clone();
-        warn!(tenant = name, model = record.model, "tenant is not served: its model is not configured");
+        warn!(tenant = name, reason = lacks.reason(&record), "tenant is not served");
         let keys = db.keys(record.id).map_err(|e| state_failure(&e))?;
         let keys = keys.iter().filter(|key| key.revoked_unix.is_none()).count() as u32;
-        unserved.insert(name, Unserved { record, keys });
+        unserved.insert(name, Unserved { record, keys, lacks });
     }
     release_unclaimed(&store);
 
@@ -523,6 +531,28 @@ async fn serve(
     admin.abort();
     info!("pagedd ended");
     Ok(end)
+}
+
+/// Tenants by whether they have their walls.
+struct Walled {
+    records: Vec<TenantRow>,
+    walls: BTreeMap<TenantId, TenantWall>,
+    without_wall: Vec<(TenantRow, Lack)>,
+}
+
+/// Builds the walls of tenants that are to be served, before their ports are bound.
+async fn walled(walls: &Arc<Walls>, records: Vec<TenantRow>) -> Walled {
+    let mut walled = Walled { records: Vec::new(), walls: BTreeMap::new(), without_wall: Vec::new() };
+    for record in records {
+        match walls.restored(&record.name, record.limits.as_deref()).await {
+            Ok(wall) => {
+                walled.walls.insert(record.id, wall);
+                walled.records.push(record);
+            }
+            Err(error) => walled.without_wall.push((record, Lack::Wall(error))),
+        }
+    }
+    walled
 }
 
 /// Lets go of what an earlier daemon stored and this one has no use for, such as weights of models that are gone.

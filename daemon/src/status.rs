@@ -1,12 +1,26 @@
 //! A model as `pagedctl` shows it.
 
+use std::sync::Arc;
+
 use pagedd_control::{ModelState as Shown, ModelStatus};
 
 use crate::model::Model;
 use crate::worker::ModelState;
 
-/// A model as it is now.
-pub fn model(model: &Model) -> ModelStatus {
+/// Models as they are now.
+pub async fn models(models: &[Arc<Model>]) -> Vec<ModelStatus> {
+    let memory = worker_memory(models).await;
+    models.iter().zip(memory).map(|(one, memory)| model(one, memory)).collect()
+}
+
+/// Memory that the cgroup of each model's workers is charged with. It is read in files: not on the thread that delivers tokens.
+pub async fn worker_memory(models: &[Arc<Model>]) -> Vec<Option<u64>> {
+    let cgroups: Vec<_> = models.iter().map(|model| model.cell.clone()).collect();
+    let read = move || cgroups.iter().map(|cgroup| cgroup.as_ref()?.memory()).collect();
+    tokio::task::spawn_blocking(read).await.unwrap_or_else(|_| vec![None; models.len()])
+}
+
+fn model(model: &Model, memory_bytes: Option<u64>) -> ModelStatus {
     let state = model.state.borrow().clone();
     let stats = model.stats.borrow();
     let ready = state.model().cloned();
@@ -32,7 +46,7 @@ pub fn model(model: &Model) -> ModelStatus {
         kv_bytes: info.map(|info| info.block_bytes * u64::from(info.blocks)),
         scratch_bytes: info.map(|info| info.scratch_bytes),
         pinned_bytes: info.map(|info| info.pinned_bytes),
-        memory_bytes: model.cell.as_ref().and_then(|cell| cell.memory()),
+        memory_bytes,
         block_size: model.config.block_size.0,
         max_model_len: info.map(|info| info.max_model_len),
         blocks_total: info.map(|info| info.blocks),

@@ -201,7 +201,7 @@ impl Template {
                 args: Vec::new(),
                 env: self.spec.env.clone(),
                 fds: vec![(OwnedFd::from(theirs), CHILD_SOCKET)],
-                cgroup: self.spec.walls.template(),
+                cgroup: self.spec.walls.template().map_err(|e| failed("template's cgroup", &e))?,
                 identity: None,
                 sandbox: Sandbox { no_new_privs: true, capabilities: Capabilities::Users },
             })

@@ -62,21 +62,55 @@ pub struct Tenant {
     task: JoinHandle<()>,
 }
 
-/// A tenant that is known and cannot run: its model is not configured. Its port is not bound.
+/// A tenant that is known and cannot run. Its port is not bound.
 pub struct Unserved {
     /// As control.db has it.
     pub record: TenantRow,
     /// Keys that are not revoked.
     pub keys: u32,
+    /// What it lacks.
+    pub lacks: Lack,
+}
+
+/// What a tenant cannot run without.
+#[derive(Debug)]
+pub enum Lack {
+    /// Its model is not configured.
+    Model,
+    /// It has no cgroup, and the configuration requires one.
+    Wall(ControlError),
+}
+
+impl Lack {
+    /// In words, of this tenant.
+    pub fn reason(&self, record: &TenantRow) -> String {
+        match self {
+            Self::Model => format!("its model `{}` is not configured", record.model),
+            Self::Wall(error) => error.message.clone(),
+        }
+    }
+
+    /// What an operator does to have the tenant back.
+    pub const fn remedy(&self) -> &'static str {
+        match self {
+            Self::Model => "add the model to the configuration and restart",
+            Self::Wall(_) => "mend what it says, or set `cgroups: auto`, and restart",
+        }
+    }
 }
 
 impl Unserved {
     /// Why an order cannot be carried out, and what helps.
     pub fn error(&self) -> ControlError {
-        let TenantRow { name, model, .. } = &self.record;
-        let message = format!("tenant `{name}` is not served: its model `{model}` is not configured");
-        ControlError::new(ErrorCode::UnknownModel, message).remedy(format!(
-            "add the model to the configuration and restart, or remove the tenant with `pagedctl tenant remove {name}`"
+        let name = &self.record.name;
+        let message = format!("tenant `{name}` is not served: {}", self.lacks.reason(&self.record));
+        let code = match &self.lacks {
+            Lack::Model => ErrorCode::UnknownModel,
+            Lack::Wall(error) => error.code,
+        };
+        ControlError::new(code, message).remedy(format!(
+            "{}, or remove the tenant with `pagedctl tenant remove {name}`",
+            self.lacks.remedy()
         ))
     }
 
@@ -85,7 +119,7 @@ impl Unserved {
         let TenantRow {
             id, name, port, model, kv_floor, kv_ceiling, auth, created_unix, prompt_lookup, ..
         } = &self.record;
-        let error = format!("model `{model}` is not configured");
+        let error = self.lacks.reason(&self.record);
         TenantInfo {
             id: id.0,
             name: name.clone(),
@@ -140,6 +174,16 @@ impl ShareAmounts {
             self.floor.in_blocks(Blocks(info.blocks), Bytes(info.block_bytes), Tokens(info.block_size));
         u64::from(floor.0)
     }
+}
+
+/// Where a tenant's gateways run, and nobody else's.
+pub struct Place {
+    /// Bound to its port.
+    pub listener: OwnedFd,
+    /// Its uid and gid, where the daemon may choose.
+    pub user: Option<Arc<Lent>>,
+    /// Its limits, and the cgroup that keeps them.
+    pub wall: TenantWall,
 }
 
 /// What every tenant is built with.
@@ -219,18 +263,17 @@ impl TenantShop {
         lent.map_err(|e| ControlError::new(ErrorCode::Internal, e.to_string()))
     }
 
-    /// Starts a tenant on its port.
+    /// Starts a tenant on its port, inside its wall.
     pub fn open(
         &self,
         record: TenantRow,
         keys: Vec<KeyRow>,
         share: ShareAmounts,
         model: &Arc<Model>,
-        listener: OwnedFd,
-        user: Option<Arc<Lent>>,
+        place: Place,
     ) -> Tenant {
+        let Place { listener, user, wall } = place;
         let listener = Arc::new(listener);
-        let wall = self.walls.restored(&record.name, record.limits.as_deref());
         let facts = watch::Sender::new(TenantFacts {
             keys: key_entries(&record, &keys),
             suspended: record.suspended,
@@ -328,7 +371,8 @@ impl Tenant {
     pub fn move_to(&mut self, shop: &TenantShop, listener: OwnedFd) {
         let (model, user) = (self.model.clone(), self.user.clone());
         let TenantFacts { misfit, readmitting, .. } = self.facts.borrow().clone();
-        let moved = shop.open(self.record.clone(), self.keys.clone(), self.share, &model, listener, user);
+        let place = Place { listener, user, wall: self.wall.clone() };
+        let moved = shop.open(self.record.clone(), self.keys.clone(), self.share, &model, place);
         moved.set_misfit(misfit);
         moved.set_readmitting(readmitting);
         let old = std::mem::replace(self, moved);

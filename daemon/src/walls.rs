@@ -1,14 +1,15 @@
 //! The walls between tenants: a cgroup for each tenant's gateway and each model's workers, where the host lets the daemon make them.
 //!
 //! **Owns** the delegated part of the cgroup tree, and what is said where a limit is not enforced. **Never** starts without walls where the
-//! configuration requires them, and never takes a limit for enforced that is not.
+//! configuration requires them, never starts a process outside of them then, and never takes a limit for enforced that is not.
+
+mod tenant;
+mod workers;
 
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pagedd_config::{Cgroups, limit_text, load_limits, save_limits, set_limit};
@@ -16,8 +17,14 @@ use pagedd_control::{
     ControlError, ErrorCode, LimitTexts, PressureInfo, StallInfo, UsageInfo, WallInfo, Walls as Shown,
 };
 use pagedd_core::{CgroupLimits, LimitName};
-use pagedd_host::hierarchy::{Applied, Cgroup, CgroupError, Controller, Hierarchy, Pressure, Usage};
-use tracing::{error, info, warn};
+use pagedd_host::hierarchy::{
+    Cgroup, CgroupError, Controller, Hierarchy, Left, NoHierarchy, Pressure, Usage,
+};
+use tracing::{info, warn};
+
+use tenant::Fit;
+pub use tenant::TenantWall;
+pub use workers::{WorkerCgroup, WorkerLeaf};
 
 /// How long killed processes may take to be gone.
 const DEATH: Duration = Duration::from_secs(10);
@@ -30,15 +37,44 @@ const NEEDED: [Controller; 3] = [Controller::Cpu, Controller::Memory, Controller
 pub struct Walls {
     hierarchy: Option<Hierarchy>,
     templates: Option<Cgroup>,
+    /// Whether nothing may be outside of them.
+    required: bool,
     shown: Shown,
+    /// Processes that have to stay in the daemon's cgroup, as they are said.
+    outside: Mutex<BTreeSet<String>>,
+    /// Those of an earlier daemon.
+    left: Mutex<Left>,
+}
+
+/// Why there are no walls where the configuration requires them.
+#[derive(thiserror::Error, Debug)]
+pub enum NoWalls {
+    /// The host, the way it is started, or the configuration must be another.
+    #[error("cgroups: required, but {0}; or set `cgroups: auto`")]
+    Never(String),
+    /// Another start may have them.
+    #[error("cgroups: required, but {0}; or set `cgroups: auto`")]
+    Now(String),
+}
+
+impl From<NoHierarchy> for NoWalls {
+    fn from(error: NoHierarchy) -> Self {
+        match error {
+            NoHierarchy::NoV2 | NoHierarchy::Hybrid { .. } | NoHierarchy::NotDelegated { .. } => {
+                Self::Never(error.to_string())
+            }
+            NoHierarchy::NotAlone { .. } | NoHierarchy::Cgroup(_) => Self::Now(error.to_string()),
+        }
+    }
 }
 
 impl Walls {
-    /// Takes the part of the cgroup tree that this process was given, as far as the configuration wants that. This process moves.
+    /// Takes the part of the cgroup tree that this process was given, as far as the configuration wants that. This process moves. What is
+    /// there of an earlier daemon is known from here on: nothing is started before.
     ///
     /// # Errors
     /// There is none that would do, and the configuration requires it.
-    pub fn build(wanted: Cgroups) -> Result<Self, String> {
+    pub fn build(wanted: Cgroups) -> Result<Self, NoWalls> {
         let reduced = |reason: String| Self { shown: Shown::Reduced { reason }, ..Self::none() };
         if wanted == Cgroups::Off {
             info!(
@@ -47,14 +83,12 @@ impl Walls {
             return Ok(reduced("`cgroups: off` in the configuration".to_owned()));
         }
         let taken = Hierarchy::take().and_then(|hierarchy| {
-            let templates = hierarchy.templates();
-            templates.map(|templates| (hierarchy, templates)).map_err(Into::into)
+            let templates = hierarchy.templates()?;
+            Ok((hierarchy, templates))
         });
         let (hierarchy, templates) = match taken {
             Ok(taken) => taken,
-            Err(error) if wanted == Cgroups::Required => {
-                return Err(format!("cgroups: required, but {error}; or set `cgroups: auto`"));
-            }
+            Err(error) if wanted == Cgroups::Required => return Err(error.into()),
             Err(error) => {
                 let reason = error.to_string();
                 warn!(
@@ -68,11 +102,11 @@ impl Walls {
         let names = |some: &[Controller]| some.iter().map(|c| c.name()).collect::<Vec<_>>().join(", ");
         let needed: Vec<_> = missing.iter().copied().filter(|c| NEEDED.contains(c)).collect();
         if wanted == Cgroups::Required && !needed.is_empty() {
-            return Err(format!(
-                "cgroups: required, but {} gets no controller {}; or set `cgroups: auto`",
+            return Err(NoWalls::Never(format!(
+                "{} gets no controller {}",
                 hierarchy.root().display(),
                 names(&needed)
-            ));
+            )));
         }
         let shown = if missing.is_empty() {
             info!(cgroup = %hierarchy.root().display(), "walls: full");
@@ -82,35 +116,85 @@ impl Walls {
             warn!(cgroup = %hierarchy.root().display(), reason, "walls: REDUCED: limits of these are NOT enforced");
             Shown::Reduced { reason }
         };
-        Ok(Self { hierarchy: Some(hierarchy), templates: Some(templates), shown })
+        let left = Mutex::new(hierarchy.left());
+        let (hierarchy, templates, required) =
+            (Some(hierarchy), Some(templates), wanted == Cgroups::Required);
+        Ok(Self { hierarchy, templates, required, shown, left, ..Self::none() })
     }
 
     /// No cgroups, and nobody to ask for them.
     pub fn none() -> Self {
         let reason = "no cgroups were asked for".to_owned();
-        Self { hierarchy: None, templates: None, shown: Shown::Reduced { reason } }
+        Self {
+            hierarchy: None,
+            templates: None,
+            required: false,
+            shown: Shown::Reduced { reason },
+            outside: Mutex::default(),
+            left: Mutex::default(),
+        }
     }
 
-    /// As `pagedctl` shows it.
-    pub fn shown(&self) -> Shown {
-        self.shown.clone()
+    /// As `pagedctl` shows it, with these tenants.
+    pub fn shown<'a>(&self, tenants: impl Iterator<Item = (&'a str, &'a TenantWall)>) -> Shown {
+        let outside = held(&self.outside);
+        let mut reasons: Vec<String> = match &self.shown {
+            Shown::Full => Vec::new(),
+            Shown::Reduced { reason } => vec![reason.clone()],
+        };
+        reasons.extend(outside.iter().cloned());
+        // What the whole host lacks is said once, not for each of them.
+        if reasons.is_empty() {
+            let fallen: Vec<_> = tenants.filter(|(_, wall)| !wall.stands()).map(|(name, _)| name).collect();
+            if let [first, ..] = fallen.as_slice() {
+                let who = match fallen.len() - 1 {
+                    0 => format!("tenant {first}"),
+                    more => format!("tenant {first} and {more} more"),
+                };
+                reasons.push(format!(
+                    "not all limits of {who} are enforced, see `pagedctl tenant show {first}`"
+                ));
+            }
+        }
+        if reasons.is_empty() { Shown::Full } else { Shown::Reduced { reason: reasons.join("; ") } }
     }
 
     /// Where a template process belongs.
-    pub fn template(&self) -> Option<OwnedFd> {
-        let fd = self.templates.as_ref()?.fd();
-        fd.inspect_err(|error| warn!(%error, "a template process stays in the daemon's cgroup")).ok()
+    ///
+    /// # Errors
+    /// It has no place, and the configuration requires one.
+    pub fn template(&self) -> io::Result<Option<OwnedFd>> {
+        let Some(templates) = &self.templates else { return Ok(None) };
+        match templates.fd() {
+            Ok(fd) => Ok(Some(fd)),
+            Err(error) if self.required => Err(error),
+            Err(error) => {
+                self.stays_outside("a template process".to_owned(), &error);
+                Ok(None)
+            }
+        }
     }
 
     /// Where a model's workers belong, one after the other.
-    pub fn workers(&self, model: &str) -> Option<Arc<WorkerCell>> {
-        let hierarchy = self.hierarchy.clone()?;
-        match hierarchy.workers(model, 0) {
-            Ok(all) => Some(Arc::new(WorkerCell { hierarchy, all, starts: AtomicU32::new(0) })),
+    ///
+    /// # Errors
+    /// They have no place, and the configuration requires one.
+    pub fn workers(&self, model: &str) -> Result<Option<Arc<WorkerCgroup>>, CgroupError> {
+        let Some(hierarchy) = self.hierarchy.clone() else { return Ok(None) };
+        match WorkerCgroup::new(hierarchy, model) {
+            Ok(cgroup) => Ok(Some(Arc::new(cgroup))),
+            Err(error) if self.required => Err(error),
             Err(error) => {
-                warn!(model, %error, "its workers stay in the daemon's cgroup");
-                None
+                self.stays_outside(format!("the workers of model {model}"), &error);
+                Ok(None)
             }
+        }
+    }
+
+    fn stays_outside(&self, who: String, error: &dyn std::error::Error) {
+        let reason = format!("no cgroup for {who}: {error}");
+        if held(&self.outside).insert(reason.clone()) {
+            warn!(reason, "walls: REDUCED: these stay in the daemon's cgroup");
         }
     }
 
@@ -118,70 +202,112 @@ impl Walls {
     ///
     /// # Errors
     /// A limit cannot be as it is. The cgroup is gone again if nobody is in it.
-    pub fn tenant(&self, name: &str, limits: CgroupLimits) -> Result<TenantWall, ControlError> {
-        let Some(hierarchy) = &self.hierarchy else { return Ok(self.without(name, limits)) };
-        let cgroup = hierarchy.tenant(name).map_err(|error| refusal(&error))?;
-        match cgroup.limit(&limits) {
-            Ok(applied) => Ok(TenantWall::new(name, Some(cgroup), limits, Fit::of(&applied))),
-            Err(error) => {
-                if cgroup.wait_empty(Duration::ZERO).is_ok_and(|empty| empty) {
-                    drop(cgroup.remove(Duration::ZERO));
+    pub async fn tenant(
+        self: &Arc<Self>,
+        name: &str,
+        limits: CgroupLimits,
+    ) -> Result<TenantWall, ControlError> {
+        let name = name.to_owned();
+        self.aside(move |walls| {
+            let Some(hierarchy) = &walls.hierarchy else { return Ok(walls.without(&name, limits)) };
+            let cgroup = hierarchy.tenant(&name).map_err(|error| refusal(&error))?;
+            let before = CgroupLimits::default();
+            match cgroup.check(&before, &limits).and_then(|()| tenant::put(&cgroup, &before, &limits)) {
+                Ok(fit) => Ok(TenantWall::new(&name, Some(cgroup), limits, fit)),
+                Err(error) => {
+                    if cgroup.wait_empty(Duration::ZERO).is_ok_and(|empty| empty) {
+                        drop(cgroup.remove(Duration::ZERO));
+                    }
+                    Err(refusal(&error))
                 }
-                Err(refusal(&error))
             }
-        }
+        })
+        .await
     }
 
     /// A tenant's wall with the limits that control.db has, as well as it can be had.
-    pub fn restored(&self, name: &str, saved: Option<&str>) -> TenantWall {
-        let limits = match load_limits(saved) {
-            Ok(limits) => limits,
-            Err(error) => {
-                error!(tenant = name, %error, "its limits cannot be read, and are not enforced");
-                let line = format!("limits in control.db cannot be read: {error}");
-                let fit = Fit { not_enforced: vec![line] };
-                let cgroup = self.hierarchy.as_ref().and_then(|hierarchy| hierarchy.tenant(name).ok());
-                return TenantWall::new(name, cgroup, CgroupLimits::default(), fit);
-            }
+    ///
+    /// # Errors
+    /// It can have no cgroup, and the configuration requires one.
+    pub async fn restored(
+        self: &Arc<Self>,
+        name: &str,
+        saved: Option<&str>,
+    ) -> Result<TenantWall, ControlError> {
+        let (name, saved) = (name.to_owned(), saved.map(str::to_owned));
+        self.aside(move |walls| walls.restore(&name, saved.as_deref())).await
+    }
+
+    fn restore(&self, name: &str, saved: Option<&str>) -> Result<TenantWall, ControlError> {
+        let read = load_limits(saved)
+            .map_err(|error| Fit::not(format!("limits in control.db cannot be read: {error}")));
+        let Some(hierarchy) = &self.hierarchy else {
+            return Ok(match read {
+                Ok(limits) => self.without(name, limits),
+                Err(fit) => TenantWall::new(name, None, CgroupLimits::default(), fit),
+            });
         };
-        let Some(hierarchy) = &self.hierarchy else { return self.without(name, limits) };
         let cgroup = match hierarchy.tenant(name) {
             Ok(cgroup) => cgroup,
+            Err(error) if self.required => {
+                return Err(ControlError::new(
+                    ErrorCode::Internal,
+                    format!("it has no cgroup, and the configuration says `cgroups: required`: {error}"),
+                ));
+            }
             Err(error) => {
-                error!(tenant = name, %error, "it has no cgroup: its limits are not enforced");
-                let fit = Fit { not_enforced: vec![format!("it has no cgroup: {error}")] };
-                return TenantWall::new(name, None, limits, fit);
+                let fit = Fit::not(format!("it has no cgroup: {error}"));
+                return Ok(TenantWall::new(name, None, read.unwrap_or_default(), fit));
             }
         };
-        let fit = match cgroup.limit(&limits) {
-            Ok(applied) => Fit::of(&applied),
-            Err(error) => {
-                error!(tenant = name, %error, "not all of its limits are enforced");
-                Fit { not_enforced: vec![error.to_string()] }
+        Ok(match read {
+            Ok(limits) => {
+                let fit = Fit::of(&cgroup.limit(&limits));
+                TenantWall::new(name, Some(cgroup), limits, fit)
             }
-        };
-        TenantWall::new(name, Some(cgroup), limits, fit)
+            Err(fit) => TenantWall::new(name, Some(cgroup), CgroupLimits::default(), fit),
+        })
     }
 
     fn without(&self, name: &str, limits: CgroupLimits) -> TenantWall {
         let fit = match &self.shown {
             Shown::Reduced { reason } if !limits.is_empty() => {
-                Fit { not_enforced: vec![format!("walls are reduced: {reason}")] }
+                Fit::not(format!("walls are reduced: {reason}"))
             }
             Shown::Reduced { .. } | Shown::Full => Fit::default(),
         };
         TenantWall::new(name, None, limits, fit)
     }
 
-    /// Has what earlier daemons left ended and removed, all but what is of these tenants and models; on a thread of its own.
-    pub fn sweep<'a>(&self, tenants: impl Iterator<Item = &'a str>, models: impl Iterator<Item = &'a str>) {
+    /// Removes what an earlier daemon left of a tenant that this one does not serve.
+    pub async fn forget(self: &Arc<Self>, name: &str) {
+        let tenant = name.to_owned();
+        let removed = self.aside(move |walls| {
+            let Some(hierarchy) = &walls.hierarchy else { return Ok(()) };
+            hierarchy.remove_tenant(&tenant).map_err(|error| refusal(&error))
+        });
+        if let Err(error) = removed.await {
+            warn!(tenant = name, error = error.message, "its cgroup stays");
+        }
+    }
+
+    /// Off the thread that delivers tokens: the kernel may take memory back before it answers.
+    async fn aside<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> Result<T, ControlError> + Send + 'static,
+    ) -> Result<T, ControlError> {
+        let walls = self.clone();
+        let done = tokio::task::spawn_blocking(move || work(&walls)).await;
+        done.map_err(|error| ControlError::new(ErrorCode::Internal, error.to_string()))?
+    }
+
+    /// Has what earlier daemons left ended and removed, all but cgroups that this one uses; on a thread of its own.
+    pub fn sweep(&self) {
         let Some(hierarchy) = self.hierarchy.clone() else { return };
-        let tenants = tenants.map(|name| Path::new("tenants").join(name));
-        let models = models.map(|name| Path::new("workers").join(format!("{name}-0")));
-        let known: BTreeSet<PathBuf> = tenants.chain(models).collect();
+        let left = std::mem::take(&mut *held(&self.left));
         let sweeping = std::thread::Builder::new()
             .name("cgroup-sweep".to_owned())
-            .spawn(move || hierarchy.sweep(|path| known.contains(path), FAREWELL));
+            .spawn(move || hierarchy.sweep(&left, FAREWELL));
         if let Err(error) = sweeping {
             warn!(%error, "old cgroups stay");
         }
@@ -190,175 +316,14 @@ impl Walls {
     /// Ends whoever is left in the cgroups of tenants and workers, and removes them: the daemon's own end.
     pub fn clear(&self) {
         if let Some(hierarchy) = &self.hierarchy {
-            hierarchy.sweep(|_| false, Duration::ZERO);
+            hierarchy.clear();
         }
     }
 }
 
-/// Where a model's workers belong.
-pub struct WorkerCell {
-    hierarchy: Hierarchy,
-    all: Cgroup,
-    starts: AtomicU32,
-}
-
-impl WorkerCell {
-    /// A leaf for the next worker.
-    pub fn next(&self) -> Result<WorkerLeaf, CgroupError> {
-        let start = self.starts.fetch_add(1, Ordering::Relaxed) + 1;
-        self.hierarchy.worker(&self.all, start).map(WorkerLeaf)
-    }
-
-    /// Proves that no worker of an earlier daemon is left.
-    pub fn settle(&self) -> Result<(), CgroupError> {
-        self.all.clear(DEATH)
-    }
-
-    /// Memory that all of them are charged with.
-    pub fn memory(&self) -> Option<u64> {
-        self.all.usage().memory.map(|bytes| bytes.0)
-    }
-}
-
-/// The cgroup of one worker process, which goes with it.
-#[derive(Debug)]
-pub struct WorkerLeaf(Cgroup);
-
-impl WorkerLeaf {
-    /// For the process that is to be in it.
-    pub fn fd(&self) -> io::Result<OwnedFd> {
-        self.0.fd()
-    }
-
-    /// Kills whatever is in it and proves it gone.
-    pub fn end(&self) -> Result<(), CgroupError> {
-        self.0.end(DEATH)
-    }
-}
-
-impl Drop for WorkerLeaf {
-    fn drop(&mut self) {
-        if let Err(error) = self.0.remove(Duration::from_secs(1)) {
-            warn!(%error, "a worker's cgroup stays");
-        }
-    }
-}
-
-/// How far limits are in force.
-#[derive(Clone, Default, Debug)]
-struct Fit {
-    not_enforced: Vec<String>,
-}
-
-impl Fit {
-    fn of(applied: &Applied) -> Self {
-        let mut not_enforced: Vec<_> = applied.unenforced.iter().map(ToString::to_string).collect();
-        if !applied.left_out.is_empty() {
-            let line = format!(
-                "{}: CPUs {} are offline, or not pagedd's, and left out",
-                LimitName::Cpus,
-                applied.left_out
-            );
-            not_enforced.push(line);
-        }
-        Self { not_enforced }
-    }
-}
-
-/// A tenant's wall.
-pub struct TenantWall {
-    name: String,
-    cgroup: Option<Arc<Cgroup>>,
-    limits: CgroupLimits,
-    fit: Fit,
-}
-
-impl TenantWall {
-    fn new(name: &str, cgroup: Option<Cgroup>, limits: CgroupLimits, fit: Fit) -> Self {
-        for reason in &fit.not_enforced {
-            warn!(tenant = name, reason, "a limit is not enforced as it was given");
-        }
-        Self { name: name.to_owned(), cgroup: cgroup.map(Arc::new), limits, fit }
-    }
-
-    /// Its limits, as they were given.
-    pub fn limits(&self) -> &CgroupLimits {
-        &self.limits
-    }
-
-    /// Where its gateway belongs.
-    pub fn cgroup(&self) -> Option<Arc<Cgroup>> {
-        self.cgroup.clone()
-    }
-
-    /// Whether each of its limits is enforced as it was given; without a cgroup no tenant has a wall.
-    pub fn stands(&self) -> bool {
-        self.cgroup.is_some() && self.fit.not_enforced.is_empty()
-    }
-
-    /// Other limits, in force when it returns. With `force` they may be below what is in use.
-    ///
-    /// # Errors
-    /// Everything is as it was.
-    pub async fn change(
-        &mut self,
-        walls: &Walls,
-        limits: CgroupLimits,
-        force: bool,
-    ) -> Result<(), ControlError> {
-        if limits == self.limits {
-            return Ok(());
-        }
-        let Some(cgroup) = self.cgroup.clone() else {
-            let reason = self.fit.not_enforced.first().cloned().filter(|_| walls.hierarchy.is_some());
-            let changed = walls.without(&self.name, limits);
-            self.limits = changed.limits;
-            self.fit = reason.map_or(changed.fit, |reason| Fit { not_enforced: vec![reason] });
-            return Ok(());
-        };
-        let (before, after) = (self.limits.clone(), limits.clone());
-        // The kernel may take memory back before it answers.
-        let changed = tokio::task::spawn_blocking(move || {
-            if !force {
-                cgroup.check_use(&before, &after)?;
-            }
-            cgroup.limit(&after).inspect_err(|_| {
-                if let Err(error) = cgroup.limit(&before) {
-                    error!(%error, "limits as they were cannot be put back");
-                }
-            })
-        });
-        let changed = changed.await.map_err(|e| ControlError::new(ErrorCode::Internal, e.to_string()))?;
-        let applied = changed.map_err(|error| refusal(&error))?;
-        self.fit = Fit::of(&applied);
-        for reason in &self.fit.not_enforced {
-            warn!(tenant = self.name, reason, "a limit is not enforced as it was given");
-        }
-        self.limits = limits;
-        Ok(())
-    }
-
-    /// Ends whoever is in it, and removes it.
-    pub async fn remove(self) {
-        let Self { name, cgroup, .. } = self;
-        let Some(cgroup) = cgroup else { return };
-        let removed = tokio::task::spawn_blocking(move || cgroup.remove(DEATH)).await;
-        match removed {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => warn!(tenant = name, %error, "its cgroup stays"),
-            Err(error) => warn!(tenant = name, %error, "its cgroup stays"),
-        }
-    }
-
-    /// As `pagedctl` shows it.
-    pub fn info(&self, device_bytes: u64) -> WallInfo {
-        WallInfo {
-            limits: texts(&self.limits),
-            not_enforced: self.fit.not_enforced.clone(),
-            usage: self.cgroup.as_ref().map(|cgroup| usage(&cgroup.usage())),
-            device_bytes,
-        }
-    }
+fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing under these locks panics.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What is said of the limits of a tenant that is not served.

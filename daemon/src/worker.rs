@@ -33,7 +33,7 @@ use crate::backoff::Backoff;
 use crate::blocks::{Seed, Shelf};
 use crate::child::{OwnChild, Reins};
 use crate::convert;
-use crate::walls::{WorkerCell, WorkerLeaf};
+use crate::walls::{WorkerCgroup, WorkerLeaf};
 use crate::watchdog::{Pulse, TURN};
 
 /// The fd that a child finds its socket on.
@@ -123,7 +123,7 @@ pub struct WorkerSpec {
     /// The child's environment.
     pub env: Environment,
     /// The cgroup of the model's workers, where they have one.
-    pub cell: Option<Arc<WorkerCell>>,
+    pub cell: Option<Arc<WorkerCgroup>>,
 }
 
 struct Running {
@@ -223,7 +223,7 @@ impl WorkerProcess {
     }
 
     /// The cgroup of the model's workers.
-    pub fn cell(&self) -> Option<Arc<WorkerCell>> {
+    pub fn cell(&self) -> Option<Arc<WorkerCgroup>> {
         self.spec.cell.clone()
     }
 
@@ -239,7 +239,7 @@ impl WorkerProcess {
 
     /// Brings up the first worker, once the last one of an earlier daemon is gone.
     pub fn start(&mut self) -> Result<ModelInfo, WorkersExhausted> {
-        self.pulse.busy(DEATH);
+        self.pulse.busy(2 * DEATH);
         self.arenas.settle();
         if let Some(Err(error)) = self.spec.cell.as_ref().map(|cell| cell.settle()) {
             warn!(model = self.spec.model, %error, "a worker of an earlier daemon may still write: its KV arena is not used again");

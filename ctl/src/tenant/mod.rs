@@ -69,7 +69,7 @@ struct Limits {
     /// Which CPUs, for example 0-3,8; those that are offline are left out
     #[arg(long, value_name = "CPUS")]
     cpuset: Option<String>,
-    /// Memory, for example 256MiB; a gateway that needs more is ended and started again
+    /// Memory, for example 256MiB, and then no swap; a gateway that needs more is ended and started again
     #[arg(long, value_name = "SIZE")]
     memory_max: Option<String>,
     /// Memory beyond which the gateway is held up while the kernel takes some back

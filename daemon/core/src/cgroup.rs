@@ -254,7 +254,7 @@ pub struct CgroupLimits {
     pub cpu_weight: Option<Weight>,
     /// `cpuset.cpus`: not empty; `None` is all.
     pub cpus: Option<CpuList>,
-    /// `memory.max`.
+    /// `memory.max`; where there is one, no memory goes to swap.
     pub memory_max: Limit<Bytes>,
     /// `memory.high`.
     pub memory_high: Limit<Bytes>,

@@ -34,7 +34,7 @@ pub struct Confinement<'a> {
     pub jail: Option<&'a Jail>,
 }
 
-/// Most threads of a process that has a user of its own: it needs five.
+/// Most threads of a process that has a user of its own: it needs four.
 const THREADS: u64 = 64;
 
 /// Which of the two processes this is.

@@ -13,12 +13,14 @@
 
 mod cgroup;
 mod limits;
+mod sweep;
 mod usage;
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cgroups_rs::blkio::BlkIoController;
@@ -30,12 +32,12 @@ use cgroups_rs::pid::PidController;
 use cgroups_rs::{Hierarchy as Tree, Subsystem};
 use pagedd_core::Weight;
 use rustix::fs::Access;
-use tracing::warn;
 
 use crate::cgroup::{Own, Tree as Which, own, v1_controllers};
 
 pub use cgroup::{Cgroup, CgroupError};
 pub use limits::{Applied, BelowUse, Unenforced};
+pub use sweep::Left;
 pub use usage::{Pressure, Stall, Usage};
 
 /// How long a process that was killed may take to be gone.
@@ -104,14 +106,9 @@ pub enum NoHierarchy {
         /// Number and name of each.
         pids: Vec<String>,
     },
-    /// The host refused a step.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// Of the file or directory.
-        path: PathBuf,
-        /// From the kernel.
-        source: io::Error,
-    },
+    /// The host refused a step; another try may end otherwise.
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
 }
 
 /// What speaks against a delegation.
@@ -123,7 +120,7 @@ pub enum NotDelegated {
     /// It can be written by chance only.
     #[error("another user owns it")]
     Foreign,
-    /// Root could write, and systemd would not know.
+    /// It could be written, and systemd would not know.
     #[error("systemd manages it")]
     Systemd,
     /// All processes of the host are below it.
@@ -131,18 +128,8 @@ pub enum NotDelegated {
     Root,
 }
 
-impl From<CgroupError> for NoHierarchy {
-    fn from(error: CgroupError) -> Self {
-        match error {
-            CgroupError::Io { path, source } => Self::Io { path, source },
-            other => Self::Io { path: PathBuf::new(), source: io::Error::other(other) },
-        }
-    }
-}
-
-fn io_at(path: &Path) -> impl Fn(io::Error) -> NoHierarchy {
-    let path = path.to_owned();
-    move |source| NoHierarchy::Io { path: path.clone(), source }
+fn io_at(path: &Path) -> impl Fn(io::Error) -> CgroupError {
+    move |source| CgroupError::io(path, source)
 }
 
 /// What is asked of the host, so that a made-up tree can answer.
@@ -162,6 +149,7 @@ struct Host<'a> {
 pub struct Hierarchy {
     root: PathBuf,
     controllers: Vec<Controller>,
+    claims: Arc<sweep::Claims>,
 }
 
 impl Hierarchy {
@@ -214,11 +202,23 @@ impl Hierarchy {
         for group in ["workers", "tenants"] {
             enable(&root.join(group), &controllers)?;
         }
-        let hierarchy = Self { root, controllers };
+        let hierarchy = Self { root, controllers, claims: Arc::default() };
         for group in ["workers", "daemon"] {
             hierarchy.open(Path::new(group))?.weigh(Weight::MOST)?;
         }
         Ok(hierarchy)
+    }
+
+    /// On a plain directory, which is made a tree of empty cgroups. Nothing is enforced there.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    #[cfg(feature = "made-up")]
+    pub fn made_up(root: &Path) -> io::Result<Self> {
+        ["workers", "tenants", "templates"]
+            .iter()
+            .try_for_each(|group| fs::create_dir_all(root.join(group)))?;
+        Ok(Self { root: root.to_owned(), controllers: Controller::ALL.to_vec(), claims: Arc::default() })
     }
 
     /// The delegated directory.
@@ -233,10 +233,24 @@ impl Hierarchy {
 
     /// The cgroup of a tenant's gateway, which is made where it is missing. Limits of an earlier daemon may be in force there.
     ///
+    /// It is of this daemon from now on, and no [`Hierarchy::sweep`] ends what is in it. Blocks while one of its name is being removed.
+    ///
     /// # Errors
     /// The host refuses it.
     pub fn tenant(&self, name: &str) -> Result<Cgroup, CgroupError> {
-        self.make(&Path::new("tenants").join(name))
+        self.claimed(&tenant_path(name))
+    }
+
+    /// Removes a tenant's cgroup, where an earlier daemon left one, with whoever is in it.
+    ///
+    /// # Errors
+    /// It is still there.
+    pub fn remove_tenant(&self, name: &str) -> Result<(), CgroupError> {
+        let below = tenant_path(name);
+        if !self.root.join(&below).exists() {
+            return Ok(());
+        }
+        self.open(&below)?.remove(DEATH)
     }
 
     /// The cgroup of processes that fork gateways.
@@ -247,12 +261,12 @@ impl Hierarchy {
         self.make(Path::new("templates"))
     }
 
-    /// What all workers of a model's rank share, one after the other: what they use is counted here.
+    /// What all workers of a model's rank share, one after the other: what they use is counted here. It is of this daemon as a tenant's is.
     ///
     /// # Errors
     /// The host refuses it.
     pub fn workers(&self, model: &str, rank: u32) -> Result<Cgroup, CgroupError> {
-        self.make(&Path::new("workers").join(format!("{model}-{rank}")))
+        self.claimed(&Path::new("workers").join(format!("{model}-{rank}")))
     }
 
     /// A leaf of `workers` for one process: it can be ended while the next one starts.
@@ -266,51 +280,25 @@ impl Hierarchy {
         self.make(&below.join(leaf))
     }
 
-    /// Ends and removes what earlier daemons left: cgroups of tenants and workers other than `known`. They are given `patience` to become
-    /// empty by themselves: a gateway whose daemon died still tells its clients. Blocks for as long.
-    pub fn sweep(&self, known: impl Fn(&Path) -> bool, patience: Duration) {
-        for group in ["tenants", "workers"] {
-            let below = match fs::read_dir(self.root.join(group)) {
-                Ok(entries) => entries,
-                Err(error) => {
-                    warn!(group, %error, "old cgroups cannot be listed");
-                    continue;
-                }
-            };
-            let folders = below.filter_map(|entry| entry.ok().filter(|e| e.path().is_dir()));
-            for name in folders.map(|entry| Path::new(group).join(entry.file_name())) {
-                if known(&name) {
-                    continue;
-                }
-                let gone = self
-                    .open(&name)
-                    .map_err(|e| CgroupError::io(&self.root.join(&name), io::Error::other(e)));
-                let gone = gone.and_then(|cgroup| {
-                    if !cgroup.wait_empty(patience)? {
-                        warn!(cgroup = %name.display(), "processes of an earlier daemon are killed");
-                    }
-                    cgroup.remove(DEATH)
-                });
-                if let Err(error) = gone {
-                    warn!(cgroup = %name.display(), %error, "an old cgroup stays");
-                }
-            }
-        }
+    fn claimed(&self, below: &Path) -> Result<Cgroup, CgroupError> {
+        self.claims.claim(below);
+        self.make(below)
     }
 
     fn make(&self, below: &Path) -> Result<Cgroup, CgroupError> {
-        let path = self.root.join(below);
-        make(&path).and_then(|()| self.open(below)).map_err(|error| match error {
-            NoHierarchy::Io { path, source } => CgroupError::Io { path, source },
-            other => CgroupError::io(&path, io::Error::other(other)),
-        })
+        make(&self.root.join(below))?;
+        self.open(below)
     }
 
-    fn open(&self, below: &Path) -> Result<Cgroup, NoHierarchy> {
+    fn open(&self, below: &Path) -> Result<Cgroup, CgroupError> {
         let path = self.root.join(below);
         let handle = Handle::load(Box::new(self.clone()), below);
         Cgroup::open(path.clone(), handle).map_err(io_at(&path))
     }
+}
+
+fn tenant_path(name: &str) -> PathBuf {
+    Path::new("tenants").join(name)
 }
 
 /// What the library asks. Its own root is the whole host's tree, and what it makes there it enables everywhere.
@@ -362,12 +350,13 @@ fn check_delegated(host: &Host<'_>, dir: &Path) -> Result<(), NoHierarchy> {
     if (host.is_marked)(dir) {
         return Ok(());
     }
+    // Whoever owns it: all that is below a user's own manager is that user's.
+    if host.root.join("run/systemd/system").is_dir() {
+        return refused(NotDelegated::Systemd);
+    }
     if host.euid != 0 {
         let owner = rustix::fs::stat(dir).map_err(|e| io_at(dir)(e.into()))?.st_uid;
         return if owner == host.euid { Ok(()) } else { refused(NotDelegated::Foreign) };
-    }
-    if host.root.join("run/systemd/system").is_dir() {
-        return refused(NotDelegated::Systemd);
     }
     // The root of a cgroup namespace has it.
     if !dir.join("cgroup.type").exists() {
@@ -397,7 +386,7 @@ fn keeper(host: &Host<'_>) -> Option<String> {
     program(&parent).filter(|parent| Some(parent) == program("self").as_ref()).map(|_| parent)
 }
 
-fn procs(dir: &Path) -> Result<BTreeSet<String>, NoHierarchy> {
+fn procs(dir: &Path) -> Result<BTreeSet<String>, CgroupError> {
     let path = dir.join("cgroup.procs");
     let text = fs::read_to_string(&path).map_err(io_at(&path))?;
     Ok(text.split_ascii_whitespace().map(ToOwned::to_owned).collect())
@@ -417,14 +406,14 @@ fn alone(host: &Host<'_>, dir: &Path, keeper: Option<&str>) -> Result<(), NoHier
     if pids.is_empty() { Ok(()) } else { Err(NoHierarchy::NotAlone { dir: dir.to_owned(), pids }) }
 }
 
-fn listed(dir: &Path) -> Result<Vec<String>, NoHierarchy> {
+fn listed(dir: &Path) -> Result<Vec<String>, CgroupError> {
     let path = dir.join("cgroup.controllers");
     let text = fs::read_to_string(&path).map_err(io_at(&path))?;
     Ok(text.split_ascii_whitespace().map(ToOwned::to_owned).collect())
 }
 
 /// Each by itself: one that the kernel does not know would take the others with it.
-fn enable(dir: &Path, controllers: &[Controller]) -> Result<(), NoHierarchy> {
+fn enable(dir: &Path, controllers: &[Controller]) -> Result<(), CgroupError> {
     let path = dir.join("cgroup.subtree_control");
     controllers
         .iter()
@@ -432,7 +421,7 @@ fn enable(dir: &Path, controllers: &[Controller]) -> Result<(), NoHierarchy> {
         .map_err(io_at(&path))
 }
 
-fn make(dir: &Path) -> Result<(), NoHierarchy> {
+fn make(dir: &Path) -> Result<(), CgroupError> {
     match fs::create_dir(dir) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(io_at(dir)(error)),
         Ok(()) | Err(_) => Ok(()),
@@ -440,7 +429,7 @@ fn make(dir: &Path) -> Result<(), NoHierarchy> {
 }
 
 /// `pid` is "0" for the caller.
-fn move_into(dir: &Path, pid: &str) -> Result<(), NoHierarchy> {
+fn move_into(dir: &Path, pid: &str) -> Result<(), CgroupError> {
     let path = dir.join("cgroup.procs");
     write_once(&path, pid).map_err(io_at(&path))
 }

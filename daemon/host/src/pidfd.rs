@@ -24,6 +24,11 @@ impl Pidfd {
         Ok(Self { fd: pidfd_open(pid, PidfdFlags::empty())? })
     }
 
+    /// Of whatever process has this number now.
+    pub(crate) fn open(pid: Pid) -> io::Result<Self> {
+        Self::of_child(pid)
+    }
+
     /// Whether the process has ended, reaped or not.
     pub fn has_exited(&self) -> bool {
         matches!(self.wait_gone(Duration::ZERO), Ok(true))

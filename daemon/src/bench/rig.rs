@@ -92,7 +92,7 @@ impl Rig {
     pub fn start(model: &Model, around: &Surroundings, end: Instant) -> anyhow::Result<Self> {
         let gpu = ordinal(&model.device.to_string()).and_then(GpuWatch::start);
         let (state_sender, state) = watch::channel(ModelState::Loading { permille: 0 });
-        let worker = model::worker(model, around, state_sender);
+        let worker = model::worker(model, around, state_sender)?;
         let (engine, commands) = inbox(INBOX);
         let record = Arc::new(Record::default());
         let (up, waiting) = sync_channel(1);

@@ -20,7 +20,7 @@ use super::{Daemon, key_info, now_unix, unknown_tenant};
 use crate::hub::Message;
 use crate::model::Model;
 use crate::recorder::Told;
-use crate::tenants::{ENGINE_ANSWER, LOWER_A_FLOOR, ShareAmounts, Tenant, own_retention};
+use crate::tenants::{ENGINE_ANSWER, LOWER_A_FLOOR, Place, ShareAmounts, Tenant, Unserved, own_retention};
 use crate::walls;
 
 impl Daemon {
@@ -43,7 +43,7 @@ impl Daemon {
         let (port, listener) = self.port(spec.port)?;
         let user = self.shop.user()?;
         // Last of what can be refused: it is made in the kernel.
-        let wall = self.shop.walls.tenant(&name, limits)?;
+        let wall = self.shop.walls.tenant(&name, limits).await?;
         let new = NewTenant {
             name: name.clone(),
             port,
@@ -73,7 +73,8 @@ impl Daemon {
         };
         let keys = key.iter().map(|(_, row)| row.clone()).collect();
         self.shop.keep_listener(record.id, &listener);
-        let tenant = self.shop.open(record.clone(), keys, share, &model, listener, user);
+        let place = Place { listener, user, wall };
+        let tenant = self.shop.open(record.clone(), keys, share, &model, place);
         if let Err(error) = tenant.apply(share, record.prompt_lookup).await {
             self.shop.forget_listener(record.id);
             self.shop.accounts.forget(record.id);
@@ -182,7 +183,7 @@ impl Daemon {
         let note = keyless.then(|| {
             format!("nobody has a key: every request is refused with 401 until `pagedctl key create {name}` makes one")
         });
-        Ok(TenantShown { notes: note.into_iter().collect(), ..self.shown(name)? })
+        Ok(TenantShown { notes: note.into_iter().collect(), ..self.shown(name).await? })
     }
 
     /// What the operator of a new tenant should know of a daemon that admits nothing.
@@ -278,18 +279,20 @@ impl Daemon {
 
     pub(super) async fn remove(&mut self, remove: TenantRemove) -> Result<Removed, ControlError> {
         let TenantRemove { name, force } = remove;
-        if let Some(id) = self.unserved.get(&name).map(|unserved| unserved.record.id) {
+        if let Some(Unserved { record, lacks, .. }) = self.unserved.get(&name) {
+            let (id, remedy) = (record.id, lacks.remedy());
             let live = self.live(id).await;
             if live > 0 && !force {
                 return Err(ControlError::new(
                     ErrorCode::Busy,
-                    format!("tenant `{name}` has {live} requests that wait for its model"),
+                    format!("tenant `{name}` is not served, and has {live} requests that wait for it"),
                 )
-                .remedy("bring the model back and restart, or use --force to lose them"));
+                .remedy(format!("{remedy}, or use --force to lose them")));
             }
             self.db.with(move |db| db.remove_tenant(id)).await?;
             self.unserved.remove(&name);
             self.restored.retain(|kept| kept.admission.tenant != id);
+            self.shop.walls.forget(&name).await;
             drop(self.shop.recorder.send(Told::Forget(id)).await);
             return Ok(Removed { id: id.0, name, cancelled: live });
         }
@@ -340,7 +343,7 @@ impl Daemon {
             tenant.record = record;
             tenant.announce();
         }
-        self.shown(name)
+        self.shown(name).await
     }
 
     pub(super) async fn create_key(&mut self, create: KeyCreate) -> Result<KeyCreated, ControlError> {

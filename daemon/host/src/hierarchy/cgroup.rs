@@ -166,28 +166,34 @@ impl Cgroup {
     /// It is still there.
     pub fn remove(&self, patience: Duration) -> Result<(), CgroupError> {
         self.end(patience)?;
+        self.unless_busy(patience, || remove_tree(&self.path))
+    }
+
+    /// Removes what is below, as [`Cgroup::remove`] does it. Nobody may be in there any more.
+    ///
+    /// # Errors
+    /// Some of it is still there.
+    pub fn clear(&self, patience: Duration) -> Result<(), CgroupError> {
+        let remove = || below(&self.path)?.iter().try_for_each(|folder| remove_tree(folder));
+        self.unless_busy(patience, remove)
+    }
+
+    /// Again, for up to `patience`, where the last process is still being taken apart.
+    pub(super) fn unless_busy(
+        &self,
+        patience: Duration,
+        mut remove: impl FnMut() -> io::Result<()>,
+    ) -> Result<(), CgroupError> {
         let deadline = Instant::now() + patience;
         loop {
-            match remove_tree(&self.path) {
+            match remove() {
                 Ok(()) => return Ok(()),
-                // The last process is still being taken apart.
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < deadline => {
                     thread::sleep(PAUSE);
                 }
                 Err(error) => return Err(CgroupError::io(&self.path, error)),
             }
         }
-    }
-
-    /// Removes what is below, as [`Cgroup::remove`] does it.
-    ///
-    /// # Errors
-    /// Some of it is still there.
-    pub fn clear(&self, patience: Duration) -> Result<(), CgroupError> {
-        self.end(patience)?;
-        below(&self.path)
-            .and_then(|folders| folders.iter().try_for_each(|folder| remove_tree(folder)))
-            .map_err(|error| CgroupError::io(&self.path, error))
     }
 }
 

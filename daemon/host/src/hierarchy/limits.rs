@@ -1,6 +1,7 @@
 //! Putting a cgroup's limits into force.
 //!
-//! **Owns** what is written where. **Never** leaves one of two limits unsaid: each one that is not given is taken away.
+//! **Owns** what is written where. **Never** leaves one of two limits unsaid: each one that is not given is taken away, and one that the host
+//! refuses keeps no other from its file.
 
 use std::fmt;
 use std::fs;
@@ -29,11 +30,16 @@ impl fmt::Display for Unenforced {
     }
 }
 
+/// Holds memory to what is in RAM; beside [`LimitName::MemoryMax`], which it is part of.
+const SWAP: &str = "memory.swap.max";
+
 /// What has become of limits.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Applied {
     /// Those that were given and are not in force.
     pub unenforced: Vec<Unenforced>,
+    /// Those that could not be put into force, or taken away, and are as they were.
+    pub failed: Vec<(LimitName, CgroupError)>,
     /// CPUs that were asked for and are offline, or not the daemon's.
     pub left_out: CpuList,
 }
@@ -81,30 +87,49 @@ impl Cgroup {
         Ok(())
     }
 
-    /// Puts `limits` into force, and takes away what is not in there. Processes are in it already, or come later.
+    /// Whether the host has what `after` names, as far as that is not in `before`.
     ///
     /// # Errors
-    /// Some are in force as they were, some as they are to be.
-    pub fn limit(&self, limits: &CgroupLimits) -> Result<Applied, CgroupError> {
-        let (asked, mut applied) = (limits.cpus.as_ref(), Applied::default());
-        let mut cpus = None;
-        if let Some(asked) = asked.filter(|_| self.has(LimitName::Cpus)) {
-            let there = self.effective_cpus()?;
-            let usable = asked.and(&there);
-            if usable.is_empty() {
-                return Err(CgroupError::NoCpu { asked: asked.clone(), there });
-            }
-            applied.left_out = asked.without(&there);
-            cpus = Some(usable);
+    /// [`CgroupError::NoCpu`] or [`CgroupError::NoDevice`], or what is there cannot be read.
+    pub fn check(&self, before: &CgroupLimits, after: &CgroupLimits) -> Result<(), CgroupError> {
+        if after.cpus != before.cpus {
+            self.usable(after.cpus.as_ref())?;
         }
+        let new = after.io_max.iter().filter(|limit| !before.io_max.contains(limit));
+        if self.has(LimitName::IoMax) { new.map(io_line).try_for_each(|line| line.map(drop)) } else { Ok(()) }
+    }
+
+    /// Puts `limits` into force, and takes away what is not in there: each that can be, whatever becomes of the others. Processes are in it
+    /// already, or come later.
+    pub fn limit(&self, limits: &CgroupLimits) -> Applied {
+        let mut applied = Applied::default();
         for name in LimitName::ALL {
-            if self.has(name) {
-                self.put(name, limits, cpus.as_ref())?;
-            } else if limits.has(name) {
-                applied.unenforced.push(Unenforced(name));
-            }
+            let put = if !self.has(name) {
+                applied.unenforced.extend(limits.has(name).then_some(Unenforced(name)));
+                continue;
+            } else if name == LimitName::Cpus {
+                self.usable(limits.cpus.as_ref()).and_then(|cpus| {
+                    if let (Some(asked), Some(usable)) = (&limits.cpus, &cpus) {
+                        applied.left_out = asked.without(usable);
+                    }
+                    self.put(name, limits, cpus.as_ref())
+                })
+            } else {
+                self.put(name, limits, None)
+            };
+            applied.failed.extend(put.err().map(|error| (name, error)));
         }
-        Ok(applied)
+        applied
+    }
+
+    /// Those of the CPUs that tenants may have; `None` is all of them, and what a host without cpusets gives.
+    fn usable(&self, asked: Option<&CpuList>) -> Result<Option<CpuList>, CgroupError> {
+        let Some(asked) = asked.filter(|_| self.has(LimitName::Cpus)) else { return Ok(None) };
+        let there = self.effective_cpus()?;
+        match asked.and(&there) {
+            usable if usable.is_empty() => Err(CgroupError::NoCpu { asked: asked.clone(), there }),
+            usable => Ok(Some(usable)),
+        }
     }
 
     /// Gives it this much of the CPUs beside others, where there is a controller for it.
@@ -181,10 +206,21 @@ impl Cgroup {
                 (value, written)
             }
         };
-        written.map_err(|source| CgroupError::Limit { name, value, source })
+        written.map_err(|source| CgroupError::Limit { name, value, source })?;
+        if name == LimitName::MemoryMax { self.put_swap(limits.memory_max) } else { Ok(()) }
     }
 
-    /// The library cannot take a limit of a device away.
+    /// What is over the limit would go to swap otherwise, as much as the host has. A kernel without swap accounting has no file for it.
+    fn put_swap(&self, memory: Limit<Bytes>) -> Result<(), CgroupError> {
+        let path = self.path().join(SWAP);
+        if !path.exists() {
+            return Ok(());
+        }
+        let value = if memory == Limit::Max { "max" } else { "0" };
+        write_once(&path, value).map_err(|error| CgroupError::io(&path, error))
+    }
+
+    /// The library cannot take a limit of a device away. The first error, once every device was tried.
     fn put_io(&self, limits: &[IoLimit]) -> Result<(), CgroupError> {
         let path = self.path().join(LimitName::IoMax.file());
         let write = |value: String| {
@@ -194,14 +230,17 @@ impl Cgroup {
                 source,
             })
         };
-        let lines: Vec<_> = limits.iter().map(io_line).collect::<Result<_, _>>()?;
+        let lines: Vec<_> = limits.iter().map(io_line).collect();
         let before = fs::read_to_string(&path).map_err(|error| CgroupError::io(&path, error))?;
-        for device in before.lines().filter_map(|line| line.split(' ').next()) {
-            if !lines.iter().any(|(limited, _)| limited == device) && !device.is_empty() {
-                write(format!("{device} rbps=max wbps=max riops=max wiops=max"))?;
-            }
+        let limited = |device: &str| lines.iter().flatten().any(|(limited, _)| limited == device);
+        let gone = before.lines().filter_map(|line| line.split(' ').next());
+        let gone = gone.filter(|device| !device.is_empty() && !limited(device));
+        let taken_away = gone.map(|device| write(format!("{device} rbps=max wbps=max riops=max wiops=max")));
+        let mut errors: Vec<_> = taken_away.filter_map(Result::err).collect();
+        for line in lines {
+            errors.extend(line.and_then(|(device, rates)| write(format!("{device} {rates}"))).err());
         }
-        lines.into_iter().try_for_each(|(device, rates)| write(format!("{device} {rates}")))
+        errors.into_iter().next().map_or(Ok(()), Err)
     }
 }
 

@@ -8,7 +8,7 @@ use crate::cgroup::tests::{FakeRoot, V2_MOUNT};
 const SERVICE: &str = "sys/fs/cgroup/system.slice/pagedd.service";
 
 /// A host whose daemon was started in a delegated cgroup that has these controllers.
-fn service(controllers: &str) -> FakeRoot {
+pub(super) fn service(controllers: &str) -> FakeRoot {
     let root = FakeRoot::new("0::/system.slice/pagedd.service\n", V2_MOUNT);
     for dir in ["sys/fs/cgroup", "sys/fs/cgroup/system.slice", SERVICE] {
         root.file(&format!("{dir}/cgroup.controllers"), controllers);
@@ -19,7 +19,7 @@ fn service(controllers: &str) -> FakeRoot {
     root
 }
 
-fn host(root: &FakeRoot) -> Host<'_> {
+pub(super) fn host(root: &FakeRoot) -> Host<'_> {
     Host { root: root.path(), euid: 0, parent: None, is_cgroup2: |_| true, is_marked: |_| true }
 }
 
@@ -144,14 +144,18 @@ fn what_systemd_did_not_delegate_is_left_alone() {
     let root = service("cpu memory");
     let unmarked = Host { is_marked: |_| false, ..host(&root) };
     assert_eq!(why(&unmarked), NotDelegated::Systemd, "root, by hand");
-    let user = Host { euid: 4_000_000, ..unmarked };
-    assert_eq!(why(&user), NotDelegated::Foreign);
+    let owner = rustix::process::geteuid().as_raw();
+    for user in [4_000_000, owner] {
+        let host = Host { euid: user, is_marked: |_| false, ..host(&root) };
+        assert_eq!(why(&host), NotDelegated::Systemd, "user {user}, whoever owns it");
+    }
     assert!(!root.path().join(SERVICE).join("daemon").exists());
 
     // Without systemd nobody else manages a cgroup; but the root of all is never one process's.
     let root = service("cpu memory");
     fs::remove_dir_all(root.path().join("run/systemd")).unwrap();
     let unmarked = Host { is_marked: |_| false, ..host(&root) };
+    assert_eq!(why(&Host { euid: 4_000_000, is_marked: |_| false, ..host(&root) }), NotDelegated::Foreign);
     assert_eq!(why(&unmarked), NotDelegated::Root);
     root.file(&format!("{SERVICE}/cgroup.type"), "domain\n");
     assert!(Hierarchy::take_on(&unmarked).is_ok());
@@ -190,6 +194,13 @@ fn files(root: &FakeRoot) -> [String; 8] {
     LimitName::ALL.map(|name| read(root, &format!("{SERVICE}/tenants/a/{name}")))
 }
 
+fn not_in_force(applied: &Applied) -> Vec<String> {
+    let unenforced = applied.unenforced.iter().map(ToString::to_string);
+    let left_out = (!applied.left_out.is_empty()).then(|| format!("left out: {}", applied.left_out));
+    let failed = applied.failed.iter().map(|(name, error)| format!("{name}: {error}"));
+    unenforced.chain(left_out).chain(failed).collect()
+}
+
 fn some_limits() -> CgroupLimits {
     CgroupLimits {
         cpu_max: Limit::At(CpuTime::from_hundredths(5_000).unwrap()),
@@ -213,13 +224,17 @@ fn some_limits() -> CgroupLimits {
 fn limits_are_written_as_the_kernel_reads_them_and_taken_away_again() {
     let root = service("cpuset cpu io memory pids");
     let cgroup = tenant(&root);
-    assert_eq!(cgroup.limit(&some_limits()).unwrap(), Applied::default());
+    root.file(&format!("{SERVICE}/tenants/a/memory.swap.max"), "max\n");
+    let swap = || read(&root, &format!("{SERVICE}/tenants/a/memory.swap.max"));
+    assert_eq!(not_in_force(&cgroup.limit(&some_limits())), [""; 0]);
+    assert_eq!(swap(), "0", "what is over memory.max is not to fill the host's swap");
     let io = "8:16 rbps=1048576 wbps=max riops=100 wiops=max";
     assert_eq!(
         files(&root),
         ["50000 100000", "7", "0-1", "268435456", "134217728", "40", io, "default 9"].map(str::to_owned)
     );
-    assert_eq!(cgroup.limit(&CgroupLimits::default()).unwrap(), Applied::default());
+    assert_eq!(not_in_force(&cgroup.limit(&CgroupLimits::default())), [""; 0]);
+    assert_eq!(swap(), "max");
     let io = "8:16 rbps=max wbps=max riops=max wiops=max";
     assert_eq!(
         files(&root),
@@ -234,12 +249,12 @@ fn limits_that_the_host_cannot_enforce_are_named() {
     for file in ["cpuset.cpus", "io.max", "io.weight", "pids.max"] {
         fs::remove_file(root.path().join(SERVICE).join("tenants/a").join(file)).unwrap();
     }
-    let applied = cgroup.limit(&some_limits()).unwrap();
+    let applied = cgroup.limit(&some_limits());
     let names: Vec<_> = applied.unenforced.iter().map(|Unenforced(name)| *name).collect();
     assert_eq!(names, [LimitName::Cpus, LimitName::PidsMax, LimitName::IoMax, LimitName::IoWeight]);
     let said = applied.unenforced[0].to_string();
     assert_eq!(said, "cpuset.cpus: this host's cpuset controller is missing, or has no such file");
-    assert!(cgroup.limit(&CgroupLimits::default()).unwrap().unenforced.is_empty());
+    assert_eq!(not_in_force(&cgroup.limit(&CgroupLimits::default())), [""; 0]);
 }
 
 #[test]
@@ -247,12 +262,42 @@ fn bug_39_cpus_that_are_not_there_are_left_out_and_none_at_all_is_an_error() {
     let root = service("cpuset cpu io memory pids");
     let cgroup = tenant(&root);
     let ask = |cpus: &str| CgroupLimits { cpus: Some(cpus.parse().unwrap()), ..CgroupLimits::default() };
-    let applied = cgroup.limit(&ask("0-3")).unwrap();
+    let applied = cgroup.limit(&ask("0-3"));
     assert_eq!((files(&root)[2].as_str(), applied.left_out), ("0-1", "2-3".parse::<CpuList>().unwrap()));
-    let error =
-        cgroup.limit(&CgroupLimits { memory_max: Limit::At(Bytes(1 << 30)), ..ask("2-3,5") }).unwrap_err();
-    assert_eq!(error.to_string(), "none of the CPUs 2-3,5 can be used: there are 0-1,4");
-    assert_eq!((files(&root)[2].as_str(), files(&root)[3].as_str()), ("0-1", "max"), "nothing has changed");
+    let check = |before: &CgroupLimits, after: &CgroupLimits| {
+        cgroup.check(before, after).map_err(|error| error.to_string())
+    };
+    let said = "none of the CPUs 2-3,5 can be used: there are 0-1,4";
+    assert_eq!(check(&ask("0-3"), &ask("2-3,5")), Err(said.to_owned()));
+    assert_eq!(check(&ask("2-3,5"), &ask("2-3,5")), Ok(()), "what was there before is not what is asked");
+}
+
+#[test]
+fn a_limit_that_the_host_refuses_keeps_no_other_from_being_in_force() {
+    let root = service("cpuset cpu io memory pids");
+    let cgroup = tenant(&root);
+    // A directory takes no text.
+    for file in ["cpu.weight", "pids.max"] {
+        let path = root.path().join(SERVICE).join("tenants/a").join(file);
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+    }
+    let mut limits = CgroupLimits { cpus: Some("2-3".parse().unwrap()), ..some_limits() };
+    let bad = IoLimit { device: BlockDevice::Path("/dev/null".to_owned()), ..limits.io_max[0].clone() };
+    limits.io_max.insert(0, bad);
+    let said = not_in_force(&cgroup.limit(&limits));
+    let names: Vec<_> = said.iter().filter_map(|line| line.split(':').next()).collect();
+    assert_eq!(names, ["cpu.weight", "cpuset.cpus", "pids.max", "io.max"], "{said:?}");
+    for (file, text) in [
+        ("cpu.max", "50000 100000"),
+        ("cpuset.cpus", "\n"),
+        ("memory.max", "268435456"),
+        ("memory.high", "134217728"),
+        ("io.max", "8:16 rbps=1048576 wbps=max riops=100 wiops=max"),
+        ("io.weight", "default 9"),
+    ] {
+        assert_eq!(read(&root, &format!("{SERVICE}/tenants/a/{file}")), text, "{file}");
+    }
 }
 
 #[test]
@@ -327,4 +372,43 @@ fn a_cgroup_with_processes_is_not_taken_for_empty() {
     fs::remove_dir_all(cgroup.path()).unwrap();
     assert!(cgroup.wait_empty(Duration::ZERO).unwrap(), "one that is gone is empty");
     cgroup.remove(Duration::ZERO).unwrap();
+}
+
+#[test]
+fn what_the_kernel_still_takes_apart_is_removed_a_moment_later_and_other_errors_are_final() {
+    let root = service("cpu memory");
+    let cgroup = tenant(&root);
+    let patience = Duration::from_secs(60);
+    let mut tries = 0;
+    let removed = cgroup.unless_busy(patience, || {
+        tries += 1;
+        if tries < 3 { Err(io::ErrorKind::ResourceBusy.into()) } else { Ok(()) }
+    });
+    assert_eq!((removed.map_err(|e| e.to_string()), tries), (Ok(()), 3));
+    let busy = || Err(io::ErrorKind::ResourceBusy.into());
+    assert!(cgroup.unless_busy(Duration::ZERO, busy).is_err());
+    assert!(cgroup.unless_busy(patience, || Err(io::ErrorKind::PermissionDenied.into())).is_err());
+}
+
+#[test]
+fn an_error_names_its_file_once() {
+    let root = service("cpu memory");
+    fs::remove_file(root.path().join(SERVICE).join("cgroup.controllers")).unwrap();
+    let error = Hierarchy::take_on(&host(&root)).unwrap_err();
+    assert!(matches!(error, NoHierarchy::Cgroup(_)), "{error:?}");
+    let error = error.to_string();
+    assert!(error.contains("/cgroup.controllers: No such file"), "{error}");
+    assert_eq!(error.matches("cgroup.controllers").count(), 1, "{error}");
+}
+
+#[test]
+fn a_tenants_cgroup_that_an_earlier_daemon_left_goes_with_the_tenant() {
+    let root = service("cpu memory");
+    let hierarchy = Hierarchy::take_on(&host(&root)).unwrap();
+    hierarchy.remove_tenant("a").unwrap();
+    let dir = hierarchy.root().join("tenants/a");
+    fs::create_dir(&dir).unwrap();
+    let error = hierarchy.remove_tenant("a").unwrap_err().to_string();
+    assert!(error.contains("tenants/a/cgroup.events"), "no proof that nobody is in it: {error}");
+    assert!(dir.exists());
 }

@@ -61,6 +61,11 @@ impl Usage {
 }
 
 impl Cgroup {
+    /// All memory that is charged to it: of what [`Cgroup::usage`] reads, one file.
+    pub fn memory(&self) -> Option<Bytes> {
+        fs::read_to_string(self.path().join("memory.current")).ok()?.trim().parse().ok().map(Bytes)
+    }
+
     /// What it uses now.
     pub fn usage(&self) -> Usage {
         let text = |file: &str| fs::read_to_string(self.path().join(file)).ok();
@@ -71,7 +76,7 @@ impl Cgroup {
         let files = pages("inactive_file").zip(pages("active_file")).map(|(a, b)| Bytes(a + b));
         let pressure = |file: &str| text(file).as_deref().and_then(pressure);
         Usage {
-            memory: number("memory.current").map(Bytes),
+            memory: self.memory(),
             memory_files: files,
             memory_peak: number("memory.peak").map(Bytes),
             oom_kills: events.as_deref().and_then(|text| keyed(text, "oom_kill")),
