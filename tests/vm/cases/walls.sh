@@ -35,6 +35,7 @@ within 20 ready b
 equal "cpu.max" "50000 100000" "$(cat "$tenants/a/cpu.max")"
 equal "cpu.weight" 50 "$(cat "$tenants/a/cpu.weight")"
 equal "memory.max" $((64 << 20)) "$(cat "$tenants/a/memory.max")"
+[ ! -e "$tenants/a/memory.swap.max" ] || equal "memory.swap.max" 0 "$(cat "$tenants/a/memory.swap.max")"
 equal "pids.max" 24 "$(cat "$tenants/a/pids.max")"
 equal "limits of b" "max 100000 max max" "$(echo $(cat "$tenants/b/cpu.max" "$tenants/b/memory.max" "$tenants/b/pids.max"))"
 equal "the gateway's cgroup" "$(gateway a)" "$(cat "$tenants/a/cgroup.procs")"
@@ -109,6 +110,9 @@ kill -KILL "$started"
 equal "memory.max after a refusal" max "$(cat "$tenants/a/memory.max")"
 pagedctl tenant set a --cpuset 0 > /tmp/set
 grep -q 'NOT ENFORCED .*cpuset' /tmp/set || { cat /tmp/set; die "that cpuset is not enforced is not said"; }
+add_tenant c --cpuset 0
+equal "lines in the log of c's cpuset" 1 "$(journalctl -u pagedd --no-pager | grep -c 'a limit is not enforced.*tenant="c"')"
+pagedctl tenant remove c --force > /dev/null
 pagedctl tenant set a --cpuset default --cpu-max 30% --memory-max 100MiB > /dev/null
 
 say "metrics"
@@ -164,4 +168,37 @@ pagedctl tenant set b --cpu-max 50% | grep -E 'NOT ENFORCED +walls are reduced: 
 pagedctl metrics | grep -q '^pagedd_walls 0' || die "the gauge is not 0"
 equal "loud lines in the log" 1 "$(journalctl -u pagedd --no-pager | grep -c 'walls: REDUCED.*systemd manages it')"
 equal "its cgroup has no child" "" "$(ls -d "$service"/*/ 2>/dev/null || true)"
+systemctl stop pagedd
+
+say "without systemd: a gateway of a killed daemon that hangs is ended, also where its tenant has the next one"
+systemd-run --quiet --unit=pagedd -p Type=exec -p Delegate=yes -p StateDirectory=pagedd -p RuntimeDirectory=pagedd \
+  pagedd --config /etc/pagedd/pagedd.yaml
+within 60 models_ready
+within 20 ready b
+equal "who starts it again" keeper "$(pagedctl --json status | field 'v["supervisor"]')"
+old=$(gateway b)
+equal "the gateway's cgroup" "$old" "$(cat "$tenants/b/cgroup.procs")"
+kill -STOP "$old"
+killed=$(pagedctl --json status | field 'v["pid"]')
+kill -KILL "$killed"
+next_daemon() { [ "$(pagedctl --json status | field 'v["pid"]')" != "$killed" ]; }
+within 60 next_daemon
+within 60 models_ready
+within 20 ready b
+[ "$(gateway b)" != "$old" ] || die "b has its old gateway"
+grep -qx "$old" "$tenants/b/cgroup.procs" || die "the old gateway did not hang"
+alone() { [ "$(gateway b)" = "$(cat "$tenants/b/cgroup.procs")" ]; }
+within 20 alone
+complete "$port_b" "$key_b" tiny 8 > /dev/null
+systemctl stop pagedd
+
+say "a tenant that can have no cgroup is not served where cgroups are required"
+sed -i 's/^cgroups: .*/cgroups: required/' /etc/pagedd/pagedd.yaml
+start_pagedd -p "ExecStartPre=/bin/sh -c 'mkdir $tenants && echo 0 > $tenants/cgroup.max.descendants'"
+within 60 models_ready
+pagedctl tenant show b > /tmp/show
+grep -q 'it has no cgroup, and the configuration says .cgroups: required.' /tmp/show || { cat /tmp/show; die "it does not say why"; }
+refused "is not served: it has no cgroup" tenant set b --cpu-max max
+if curl -s -o /dev/null --max-time 5 "http://127.0.0.1:$port_b/v1/models"; then die "its port answers"; fi
+refused "Resource temporarily unavailable" tenant add d
 systemctl stop pagedd
