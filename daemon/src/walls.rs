@@ -169,7 +169,7 @@ impl Walls {
             Ok(fd) => Ok(Some(fd)),
             Err(error) if self.required => Err(error),
             Err(error) => {
-                self.stays_outside("a template process".to_owned(), &error);
+                self.stays_outside("a template process", &error);
                 Ok(None)
             }
         }
@@ -185,13 +185,13 @@ impl Walls {
             Ok(cgroup) => Ok(Some(Arc::new(cgroup))),
             Err(error) if self.required => Err(error),
             Err(error) => {
-                self.stays_outside(format!("the workers of model {model}"), &error);
+                self.stays_outside(&format!("the workers of model {model}"), &error);
                 Ok(None)
             }
         }
     }
 
-    fn stays_outside(&self, who: String, error: &dyn std::error::Error) {
+    fn stays_outside(&self, who: &str, error: &dyn std::error::Error) {
         let reason = format!("no cgroup for {who}: {error}");
         if held(&self.outside).insert(reason.clone()) {
             warn!(reason, "walls: REDUCED: these stay in the daemon's cgroup");
