@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use nix::unistd::geteuid;
 use pagedd_tests::daemon::{Ended, Site, binary, free_ports, model_yaml, smollm2_yaml};
 use pagedd_tests::model::smollm2;
+use pagedd_tests::process::kill_descendant;
 use pagedd_tests::wait;
 
 /// The configuration is refused with these words, and nothing is made.
@@ -57,7 +58,8 @@ fn bug_40_cgroups_that_are_required_and_not_given_refuse_the_start_with_the_reas
     let walls = daemon.status()["walls"].clone();
     assert_eq!(walls["is"], "reduced", "{walls}");
     let set = ["tenant", "add", "acme", "--cpu-max", "50%", "--port", &free_ports::<1>()[0].to_string()];
-    assert_eq!(daemon.ctl(&set).code, Some(0));
+    let added = daemon.ctl(&set);
+    assert!(added.code == Some(0) && added.text.contains("NOT ENFORCED"), "{added:?}");
     let wall = daemon.ask(&["tenant", "show", "acme"])["wall"].clone();
     let said = format!("walls are reduced: {}", walls["reason"].as_str().unwrap_or("?"));
     assert_eq!(
@@ -208,4 +210,41 @@ fn a_file_that_is_no_model_fails_with_its_path_and_the_daemon_stays() {
 fn a_model_that_is_not_there_is_refused_with_its_path() {
     let path = Path::new("/nowhere/absent.gguf");
     refused(&model_yaml("smollm2", path, "kv_memory: 4096 tokens"), &["/nowhere/absent.gguf", ":4:"]);
+}
+
+/// A daemon that is not root cannot choose users, and none of this is said there.
+#[test]
+fn tenants_for_which_there_is_no_user_id_are_not_served_and_the_others_are() {
+    if !geteuid().is_root() {
+        return;
+    }
+    let uids = |last: u32| format!("tenant_uids: 61900-{last}\n{}", smollm2_yaml());
+    let mut daemon = Site::new(&uids(61_901)).start();
+    let tenants = ["acme", "globex"].map(|name| daemon.add_tenant(name, "0%", "100%"));
+    daemon.site().configure(&uids(61_900));
+    let reload = daemon.ctl(&["reload"]);
+    assert!(
+        reload.code == Some(1) && reload.text.contains("1 user ids are too few for 2 tenants"),
+        "{reload:?}"
+    );
+    let required = uids(61_901).replace("tenant_uids", "cgroups: required\ntenant_uids");
+    daemon.site().configure(&required);
+    let reload = daemon.ctl(&["reload"]);
+    assert!(
+        reload.code == Some(1) && reload.text.contains("no daemon would start with `required`"),
+        "{reload:?}"
+    );
+
+    daemon.site().configure(&uids(61_900));
+    let pid = daemon.status()["pid"].as_u64().expect("pid") as u32;
+    kill_descendant(daemon.root(), pid);
+    daemon.wait_ready();
+    let served = wait::within(Duration::from_mins(1), || {
+        tenants.iter().find(|one| one.http.get("/readyz").status == 200)
+    });
+    assert!(served.is_some(), "{}", daemon.site().log_text());
+    let states = ["acme", "globex"].map(|name| daemon.tenant_info(name)["state"]["is"].clone());
+    assert!(states.contains(&"failed".into()) && states.contains(&"ready".into()), "{states:?}");
+    let log = daemon.stop().log_text();
+    assert!(log.contains("all 1 user ids from 61900 to 61900 are in use"), "{log}");
 }

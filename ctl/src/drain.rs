@@ -72,7 +72,7 @@ fn print(info: &DrainInfo, context: &Context) -> Result<String, Failure> {
         return Ok(serde_json::to_string_pretty(&Reply::Drain(info.clone()))? + "\n");
     }
     Ok(if info.is_empty() {
-        "nothing is left; the daemon stays up and takes no requests until `pagedctl undrain`\n".to_owned()
+        "nothing is left; the daemon stays up and takes no requests until `pagedctl undrain` or its next start\n".to_owned()
     } else {
         format!("{}\n", show::left(info))
     })

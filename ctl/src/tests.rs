@@ -338,7 +338,7 @@ fn a_drain_is_waited_for_and_each_change_is_shown() {
         told,
         [format!("draining: 3 requests left, 1 {tail}"), format!("draining: 0 requests left, 1 {tail}")]
     );
-    let text = "nothing is left; the daemon stays up and takes no requests until `pagedctl undrain`\n";
+    let text = "nothing is left; the daemon stays up and takes no requests until `pagedctl undrain` or its next start\n";
     assert_eq!(outcome, Outcome { code: failure::OK, stdout: text.to_owned(), stderr: String::new() });
 
     let (commands, told, outcome) = watched("drain --json", answers());

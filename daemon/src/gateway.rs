@@ -439,10 +439,10 @@ impl GatewayTask {
             }
         }
         fail_point!("before-submit");
-        let put = if self.facts.borrow().going > Going::Not {
-            Err(Refusal::Closed(Closed::Draining))
-        } else {
-            self.put(connection, ticket, request, idempotency.zip(held)).map(|()| None)
+        let closed = self.closed(&self.facts.borrow(), &self.model.state.borrow());
+        let put = match closed.filter(|_| self.facts.borrow().going > Going::Not) {
+            Some(closed) => Err(Refusal::Closed(closed)),
+            None => self.put(connection, ticket, request, idempotency.zip(held)).map(|()| None),
         };
         fail_point!("after-submit");
         put
@@ -512,6 +512,7 @@ impl GatewayTask {
         let reason = closed.map(|closed| match closed {
             Closed::Suspended => "the tenant is suspended".to_owned(),
             Closed::Draining => "the daemon is being drained".to_owned(),
+            Closed::Moved { port } => format!("the tenant has moved to port {port}"),
             Closed::Loading => "the model is loading".to_owned(),
             // Whoever can reach the port reads it: paths and sizes are the operator's.
             Closed::Failed => "the model could not be loaded; the operator's log says why".to_owned(),
@@ -559,6 +560,9 @@ impl GatewayTask {
 
 /// Why nothing is admitted. A worker that is being replaced is no reason: requests wait for it.
 fn closed(facts: &TenantFacts, state: &ModelState) -> Option<Closed> {
+    if let (Going::Down, Parting::Moved { port }) = (facts.going, facts.parting) {
+        return Some(Closed::Moved { port });
+    }
     if facts.going > Going::Not {
         return Some(Closed::Draining);
     }

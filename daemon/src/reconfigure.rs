@@ -8,7 +8,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use pagedd_config::{Config, Gateway, Log, LogLevel, Model as Settings};
+use pagedd_config::{Cgroups, Config, Gateway, Log, LogLevel, Model as Settings};
 use pagedd_control::{ControlError, DrainState, ErrorCode, ReloadInfo, ReloadOutcome};
 use pagedd_engine::Command;
 use pagedd_host::notify;
@@ -31,6 +31,9 @@ pub type SetLevel = Box<dyn Fn(LogLevel) -> Result<(), String> + Send + Sync>;
 
 /// Between two tries to tell an engine whose inbox is full, and how many there are.
 const INBOX_RETRY: (Duration, u32) = (Duration::from_millis(50), 100);
+
+/// A file is read by then.
+const READ: Duration = Duration::from_secs(5);
 
 /// The configuration, and the way to it.
 pub struct Configuration {
@@ -93,8 +96,15 @@ impl Daemon {
         }
         tell_manager(notify::reloading());
         let configuration = self.configuration.clone();
-        let read = spawn_blocking(move || (configuration.read)()).await;
-        let read = read.unwrap_or_else(|error| Err(error.to_string()));
+        let read = tokio::time::timeout(READ, spawn_blocking(move || (configuration.read)())).await;
+        let read = match read {
+            Ok(read) => read.unwrap_or_else(|error| Err(error.to_string())),
+            Err(_) => Err(format!(
+                "the file was not read within {} s: is it a pipe, or on a lost disk?",
+                READ.as_secs()
+            )),
+        };
+        let read = read.and_then(|config| self.would_start(&config).map(|()| config));
         let outcome = match read {
             Ok(config) => {
                 let Difference { now, later } = self.put_in_force(config).await;
@@ -119,6 +129,30 @@ impl Daemon {
                     .remedy("the configuration before stays in force; correct the file and reload again"))
             }
         }
+    }
+
+    /// Whether a daemon would start with this, as far as that can be known without ending: a file that a restart fails on is not taken.
+    fn would_start(&self, read: &Config) -> Result<(), String> {
+        let before = self.configuration.in_force().clone();
+        if read.cgroups == Cgroups::Required
+            && before.cgroups == Cgroups::Auto
+            && let Some(reason) = self.shop.walls.missing()
+        {
+            return Err(format!("cgroups: no daemon would start with `required`: {reason}"));
+        }
+        if read.listen != before.listen
+            && let Err(error) = std::net::TcpListener::bind((read.listen, 0))
+        {
+            return Err(format!("listen: no port can be bound at {}: {error}", read.listen));
+        }
+        let ids = u64::from(read.tenant_uids.last.saturating_sub(read.tenant_uids.first)) + 1;
+        if self.shop.users.is_some() && ids < self.tenants.len() as u64 {
+            return Err(format!(
+                "tenant_uids: {ids} user ids are too few for {} tenants",
+                self.tenants.len()
+            ));
+        }
+        Ok(())
     }
 
     async fn put_in_force(&mut self, read: Config) -> Difference {

@@ -9,7 +9,7 @@ use std::io::IsTerminal;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::pin::pin;
+use std::pin::Pin;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ use pagedd_config::{
 use pagedd_control::{DrainState, Supervisor};
 use pagedd_core::{TenantId, said};
 use pagedd_host::fdstore::FdStore;
-use pagedd_host::identity::{Identities, Lender};
+use pagedd_host::identity::{Identities, Lender, Lent};
 use pagedd_host::lock::{GpuLock, LockError, StateLock};
 use pagedd_host::notify;
 use pagedd_host::{exit, keeper};
@@ -33,7 +33,7 @@ use pagedd_log::Stderr;
 use pagedd_wire::gateway::Parting;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{Notify, mpsc, watch};
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
@@ -59,7 +59,7 @@ use crate::respite;
 use crate::retention::Retentions;
 use crate::sandbox;
 use crate::supervision::{self, Standing};
-use crate::tenants::{Lack, Place, ShareAmounts, TenantShop, Unserved, own_retention};
+use crate::tenants::{Lack, Place, ShareAmounts, Tenant, TenantShop, Unserved, own_retention};
 use crate::usage::{self, Collector};
 use crate::walls::{NoWalls, TenantWall, Walls};
 use crate::watchdog::Watchdog;
@@ -77,6 +77,8 @@ pub struct Failure {
 
 /// Exit code of a failure that a restart may mend.
 const FAILED: u8 = 1;
+/// Gateways of an earlier daemon, which have their user ids still, have ended by then.
+const USERS_ENDED: Duration = Duration::from_secs(15);
 
 impl Failure {
     fn new(exit: u8, message: impl fmt::Display) -> Self {
@@ -332,8 +334,8 @@ async fn serve(
 ) -> Result<End, Failure> {
     let Begun { around, mut reloaded, lifeline, start, configuration } = begun;
     let (store, walls) = (around.store.clone(), around.walls.clone());
-    let mut terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
+    let terminate = signal(SignalKind::terminate()).context("SIGTERM")?;
+    let interrupt = signal(SignalKind::interrupt()).context("SIGINT")?;
     let hangup = signal(SignalKind::hangup()).context("SIGHUP")?;
     let kept = lifeline.is_some();
     let (hub_sender, hub_inbox) = mpsc::channel(hub::INBOX);
@@ -376,9 +378,8 @@ async fn serve(
     let (records, without_model): (Vec<_>, Vec<_>) = records
         .into_iter()
         .partition(|record| config.models.iter().any(|model| model.name.as_str() == record.model));
-    let Walled { records, mut walls, without_wall } = walled(&shop.walls, records).await;
-    let without_model = without_model.into_iter().map(|record| (record, Lack::Model));
-    let lacking: Vec<_> = without_model.chain(without_wall).collect();
+    let mut lacking: Vec<_> = without_model.into_iter().map(|record| (record, Lack::Model)).collect();
+    let (records, mut confines) = confines(&shop, records, &mut lacking).await;
     let mut ports = ports::listeners(&store, config.listen, &records)
         .map_err(|error| Failure::new(exit::IN_USE, error))?;
     let socket = AdminSocket::open(&store, &config.admin_socket).map_err(|e| {
@@ -413,29 +414,16 @@ async fn serve(
 
     let mut tenants = BTreeMap::new();
     for record in records {
-        let name = record.name.clone();
         let Some(model) = models.iter().find(|model| model.name == record.model) else { continue };
-        let amount = |text: &str| {
-            text.parse().map_err(|e| Failure::new(exit::STATE_DIR, format!("tenant `{name}`: {e}")))
-        };
-        let share = ShareAmounts { floor: amount(&record.kv_floor)?, ceiling: amount(&record.kv_ceiling)? };
-        let keys = db.keys(record.id).map_err(|e| state_failure(&e))?;
-        let (Some(listener), Some(wall)) = (ports.remove(&record.id), walls.remove(&record.id)) else {
+        let (Some(listener), Some((user, wall))) = (ports.remove(&record.id), confines.remove(&record.id))
+        else {
             continue;
         };
-        let user = shop.user().map_err(|e| Failure::new(FAILED, format!("tenant `{name}`: {e}")))?;
-        let tenant = shop.open(record, keys, share, model, Place { listener, user, wall });
+        let tenant = open(&db, &shop, model, record, Place { listener, user, wall })?;
         tenant.set_readmitting(restored.iter().any(|kept| kept.admission.saved.model == model.name));
-        tenants.insert(name, tenant);
+        tenants.insert(tenant.record.name.clone(), tenant);
     }
-    let mut unserved = BTreeMap::new();
-    for (record, lacks) in lacking {
-        let name = record.name.clone();
-        warn!(tenant = name, reason = lacks.reason(&record), "tenant is not served");
-        let keys = db.keys(record.id).map_err(|e| state_failure(&e))?;
-        let keys = keys.iter().filter(|key| key.revoked_unix.is_none()).count() as u32;
-        unserved.insert(name, Unserved { record, keys, lacks });
-    }
+    let unserved = unserved(&db, lacking)?;
     release_unclaimed(&store);
 
     let facts = Facts {
@@ -495,64 +483,116 @@ async fn serve(
     notify::ready().context("telling the supervisor")?;
     info!(version = env!("CARGO_PKG_VERSION"), admin = %admin_path.display(), models = models.len(), "pagedd runs");
 
-    let mut gone = pin!(keeper_gone(lifeline));
-    let (end, timeout) = tokio::select! {
-        _ = terminate.recv() => {
-            info!("SIGTERM: draining");
-            (End::Done, configuration.drain_timeout())
-        }
-        _ = interrupt.recv() => {
-            info!("SIGINT: draining");
-            (End::Done, configuration.drain_timeout())
-        }
-        () = &mut gone => {
-            // Whoever starts the next keeper must not find ports and state directory taken.
-            warn!("the keeper is gone: the end");
-            (End::Done, Duration::ZERO)
-        }
-        // What runs goes on with the databases that are kept aside, or not at all.
-        () = restart.notified() => {
-            info!("ending, so that the next daemon begins with a checkpoint");
-            (End::Again, Duration::ZERO)
-        }
-    };
-    let hurry = async {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-            () = gone, if timeout > Duration::ZERO => {}
-        }
-    };
+    let mut ends = Ends { terminate, interrupt, lifeline: Box::pin(keeper_gone(lifeline)), restart };
+    let (end, timeout) = ends.next(&configuration).await;
     let parting = if let End::Again = end { Parting::Restored } else { Parting::Restarting };
     let (hub, recorder) = (&hub_sender, &recorder.inbox);
     let ending = Ending { events: &events, hub, recorder, models: &models, threads, parting };
-    ending.run(timeout, hurry).await;
+    ending.run(timeout, ends.hurry(timeout)).await;
     respite::forget(&store);
     admin.abort();
     info!("pagedd ended");
     Ok(end)
 }
 
-/// Tenants by whether they have their walls.
-struct Walled {
-    records: Vec<TenantRow>,
-    walls: BTreeMap<TenantId, TenantWall>,
-    without_wall: Vec<(TenantRow, Lack)>,
+/// What makes the daemon end.
+struct Ends {
+    terminate: Signal,
+    interrupt: Signal,
+    lifeline: Pin<Box<dyn Future<Output = ()>>>,
+    restart: Arc<Notify>,
 }
 
-/// Builds the walls of tenants that are to be served, before their ports are bound.
-async fn walled(walls: &Arc<Walls>, records: Vec<TenantRow>) -> Walled {
-    let mut walled = Walled { records: Vec::new(), walls: BTreeMap::new(), without_wall: Vec::new() };
-    for record in records {
-        match walls.restored(&record.name, record.limits.as_deref()).await {
-            Ok(wall) => {
-                walled.walls.insert(record.id, wall);
-                walled.records.push(record);
+impl Ends {
+    /// The first of them, and how long running requests may go on.
+    async fn next(&mut self, configuration: &Configuration) -> (End, Duration) {
+        tokio::select! {
+            _ = self.terminate.recv() => {
+                info!("SIGTERM: draining");
+                (End::Done, configuration.drain_timeout())
             }
-            Err(error) => walled.without_wall.push((record, Lack::Wall(error))),
+            _ = self.interrupt.recv() => {
+                info!("SIGINT: draining");
+                (End::Done, configuration.drain_timeout())
+            }
+            () = &mut self.lifeline => {
+                // Whoever starts the next keeper must not find ports and state directory taken.
+                warn!("the keeper is gone: the end");
+                (End::Done, Duration::ZERO)
+            }
+            // What runs goes on with the databases that are kept aside, or not at all.
+            () = self.restart.notified() => {
+                info!("ending, so that the next daemon begins with a checkpoint");
+                (End::Again, Duration::ZERO)
+            }
         }
     }
-    walled
+
+    /// The next one, while running requests go on for `timeout`.
+    async fn hurry(mut self, timeout: Duration) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+            () = self.lifeline, if timeout > Duration::ZERO => {}
+        }
+    }
+}
+
+/// Starts a tenant on its port, as control.db has it.
+fn open(
+    db: &ControlDb,
+    shop: &TenantShop,
+    model: &Arc<Model>,
+    record: TenantRow,
+    place: Place,
+) -> Result<Tenant, Failure> {
+    let failed =
+        |exit, error: &dyn fmt::Display| Failure::new(exit, format!("tenant `{}`: {error}", record.name));
+    let amount = |text: &str| text.parse().map_err(|e| failed(exit::STATE_DIR, &e));
+    let share = ShareAmounts { floor: amount(&record.kv_floor)?, ceiling: amount(&record.kv_ceiling)? };
+    let keys = db.keys(record.id).map_err(|e| state_failure(&e))?;
+    Ok(shop.open(record, keys, share, model, place))
+}
+
+/// Tenants that lack something, by name.
+fn unserved(db: &ControlDb, lacking: Vec<(TenantRow, Lack)>) -> Result<BTreeMap<String, Unserved>, Failure> {
+    let mut unserved = BTreeMap::new();
+    for (record, lacks) in lacking {
+        let name = record.name.clone();
+        warn!(tenant = name, reason = lacks.reason(&record), "tenant is not served");
+        let keys = db.keys(record.id).map_err(|e| state_failure(&e))?;
+        let keys = keys.iter().filter(|key| key.revoked_unix.is_none()).count() as u32;
+        unserved.insert(name, Unserved { record, keys, lacks });
+    }
+    Ok(unserved)
+}
+
+/// A tenant's user and wall.
+type Confines = (Option<Arc<Lent>>, TenantWall);
+
+/// Finds users and builds walls for tenants that are to be served, before their ports are bound; leaves out those that cannot have theirs.
+async fn confines(
+    shop: &TenantShop,
+    records: Vec<TenantRow>,
+    lacking: &mut Vec<(TenantRow, Lack)>,
+) -> (Vec<TenantRow>, BTreeMap<TenantId, Confines>) {
+    let (mut served, mut found) = (Vec::new(), BTreeMap::new());
+    let until = Instant::now() + USERS_ENDED;
+    for record in records {
+        let of_record = async {
+            let user = shop.user(until).await.map_err(Lack::User)?;
+            let wall = shop.walls.restored(&record.name, record.limits.as_deref()).await;
+            wall.map(|wall| (user, wall)).map_err(Lack::Wall)
+        };
+        match of_record.await {
+            Ok(confines) => {
+                found.insert(record.id, confines);
+                served.push(record);
+            }
+            Err(lack) => lacking.push((record, lack)),
+        }
+    }
+    (served, found)
 }
 
 /// Lets go of what an earlier daemon stored and this one has no use for, such as weights of models that are gone.

@@ -6,7 +6,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagedd_config::{Amount, Span};
 use pagedd_control::{
@@ -16,7 +16,7 @@ use pagedd_control::{
 use pagedd_core::{Blocks, Bytes, Quota, TenantId, Tokens};
 use pagedd_engine::Command;
 use pagedd_host::fdstore::FdStore;
-use pagedd_host::identity::{Lender, Lent};
+use pagedd_host::identity::{IdentityError, Lender, Lent};
 use pagedd_host::net::{BindError, bind_tcp};
 use pagedd_journal::{KeyRow, TenantRow};
 use pagedd_sched::{ShareError, ShareSpec};
@@ -38,6 +38,9 @@ use crate::worker::ModelState;
 
 /// How long an engine may take to answer an admin command: nobody else is obeyed meanwhile.
 pub const ENGINE_ANSWER: Duration = Duration::from_secs(10);
+
+/// Between two looks for a free user id.
+const USER_RETRY: Duration = Duration::from_millis(50);
 
 /// What helps where floors do not fit the pool.
 pub const LOWER_A_FLOOR: &str = "lower this floor or another tenant's; `pagedctl tenant list` shows them";
@@ -79,6 +82,8 @@ pub enum Lack {
     Model,
     /// It has no cgroup, and the configuration requires one.
     Wall(ControlError),
+    /// There is no user id for its gateways.
+    User(IdentityError),
 }
 
 impl Lack {
@@ -87,6 +92,7 @@ impl Lack {
         match self {
             Self::Model => format!("its model `{}` is not configured", record.model),
             Self::Wall(error) => error.message.clone(),
+            Self::User(error) => error.to_string(),
         }
     }
 
@@ -95,6 +101,7 @@ impl Lack {
         match self {
             Self::Model => "add the model to the configuration and restart",
             Self::Wall(_) => "mend what it says, or set `cgroups: auto`, and restart",
+            Self::User(_) => "widen `tenant_uids` and restart",
         }
     }
 }
@@ -107,6 +114,7 @@ impl Unserved {
         let code = match &self.lacks {
             Lack::Model => ErrorCode::UnknownModel,
             Lack::Wall(error) => error.code,
+            Lack::User(_) => ErrorCode::Internal,
         };
         ControlError::new(code, message).remedy(format!(
             "{}, or remove the tenant with `pagedctl tenant remove {name}`",
@@ -257,10 +265,19 @@ impl TenantShop {
         }
     }
 
-    /// A user for a tenant's gateways.
-    pub fn user(&self) -> Result<Option<Arc<Lent>>, ControlError> {
-        let lent = self.users.as_ref().map(Lender::lend).transpose();
-        lent.map_err(|e| ControlError::new(ErrorCode::Internal, e.to_string()))
+    /// A user for a tenant's gateways. Until then those are waited for that have ids of an earlier daemon still.
+    ///
+    /// # Errors
+    /// There is none.
+    pub async fn user(&self, until: Instant) -> Result<Option<Arc<Lent>>, IdentityError> {
+        loop {
+            match self.users.as_ref().map(Lender::lend).transpose() {
+                Err(IdentityError::Occupied { .. }) if Instant::now() < until => {
+                    tokio::time::sleep(USER_RETRY).await;
+                }
+                lent => return lent,
+            }
+        }
     }
 
     /// Starts a tenant on its port, inside its wall.

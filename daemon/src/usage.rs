@@ -159,7 +159,8 @@ fn row(row: pagedd_journal::UsageRow) -> UsageRow {
 /// # Errors
 /// The journal cannot be read.
 pub fn recall(accounts: &Accounts, journal: &JournalDb, live: &[Kept], now_unix: u64) -> Result<(), DbError> {
-    let ago = |unix: u64| now_unix.saturating_sub(unix);
+    // Both times are rounded down to seconds: what is taken for younger than it is counts a second too long, and never too short.
+    let ago = |unix: u64| now_unix.saturating_sub(unix).saturating_sub(1);
     let bills = journal.bills_since(now_unix.saturating_sub(RECENT_S))?;
     let mut used: Vec<(u64, TenantId, u64, u64)> = bills
         .into_iter()

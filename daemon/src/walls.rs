@@ -135,6 +135,15 @@ impl Walls {
         }
     }
 
+    /// Why a daemon that requires cgroups would not start here, where that is known.
+    pub fn missing(&self) -> Option<&str> {
+        let lacks = |hierarchy: &Hierarchy| hierarchy.missing().iter().any(|c| NEEDED.contains(c));
+        match &self.shown {
+            Shown::Reduced { reason } if self.hierarchy.as_ref().is_none_or(lacks) => Some(reason),
+            Shown::Reduced { .. } | Shown::Full => None,
+        }
+    }
+
     /// As `pagedctl` shows it, with these tenants.
     pub fn shown<'a>(&self, tenants: impl Iterator<Item = (&'a str, &'a TenantWall)>) -> Shown {
         let outside = held(&self.outside);

@@ -60,7 +60,7 @@ fn retention(text: Option<&str>) -> Result<Option<String>, Failure> {
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Limits of its gateway's processes (`max` or `default` takes one away)")]
 struct Limits {
-    /// CPU time: 50% of one CPU, or 2.5 CPUs
+    /// CPU time: `50%` of one CPU, or `2.5` for two and a half
     #[arg(long, value_name = "TIME")]
     cpu_max: Option<String>,
     /// Part of the CPUs beside other tenants, from 1 to 10000 [default: 100]

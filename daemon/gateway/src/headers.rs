@@ -63,7 +63,8 @@ fn span(ms: u64) -> String {
         0..1_000 => format!("{ms}ms"),
         1_000..60_000 if ms.is_multiple_of(1_000) => format!("{}s", ms / 1_000),
         1_000..60_000 => format!("{}.{:03}s", ms / 1_000, ms % 1_000),
-        _ => format!("{}m{}s", ms / 60_000, ms % 60_000 / 1_000),
+        // Whole seconds, and never too few.
+        _ => format!("{}m{}s", ms.div_ceil(1_000) / 60, ms.div_ceil(1_000) % 60),
     }
 }
 

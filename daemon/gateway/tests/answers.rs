@@ -245,6 +245,7 @@ fn refusals_of_the_daemon_reach_the_client() {
         (Refusal::NeverFits { needed: 9, allowed: 8, block_size: 16 }, 400, None),
         (Refusal::QueueFull { waiting: 5, retry_after: 7 }, 429, Some("7")),
         (Refusal::Closed(Closed::Draining), 503, Some("5")),
+        (Refusal::Closed(Closed::Moved { port: 9 }), 503, Some("1")),
         (Refusal::IdempotencyUnknown { retry_after: 1 }, 503, Some("1")),
         (Refusal::ContextLength { prompt: 5, max_tokens: 5, limit: 8 }, 400, None),
     ] {

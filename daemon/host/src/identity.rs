@@ -15,9 +15,15 @@ use crate::Identity;
 /// Why there is no id.
 #[derive(thiserror::Error, Debug)]
 pub enum IdentityError {
-    /// Every id is given out, or has a process.
+    /// Every id is given out.
     #[error("all {} user ids from {} to {} are in use: widen `tenant_uids`", u64::from(*range.end()) - u64::from(*range.start()) + 1, range.start(), range.end())]
     Exhausted {
+        /// The configured range.
+        range: RangeInclusive<u32>,
+    },
+    /// Every id is given out, or has processes of somebody who had it before.
+    #[error("all user ids from {} to {} that are not given out have processes still", range.start(), range.end())]
+    Occupied {
         /// The configured range.
         range: RangeInclusive<u32>,
     },
@@ -71,7 +77,9 @@ impl Identities {
             self.next = if uid == last { first } else { uid + 1 };
             return Ok(Identity { uid, gid: uid });
         }
-        Err(IdentityError::Exhausted { range: self.range.clone() })
+        let range = self.range.clone();
+        let given = self.given.len() as u64 > u64::from(last - first);
+        Err(if given { IdentityError::Exhausted { range } } else { IdentityError::Occupied { range } })
     }
 
     /// Takes an id back. It is given out again once its last process is gone.
@@ -146,11 +154,11 @@ mod tests {
         let mut ids = Identities::over(100..=101, |uid| Ok(uid == 100)).unwrap();
         let id = ids.allocate().unwrap();
         assert_eq!(id, Identity { uid: 101, gid: 101 });
-        assert!(matches!(ids.allocate(), Err(IdentityError::Exhausted { .. })));
+        assert!(matches!(ids.allocate(), Err(IdentityError::Occupied { .. })));
 
         ids.release(id);
         ids.has_process = |_| Ok(true);
-        assert!(matches!(ids.allocate(), Err(IdentityError::Exhausted { .. })));
+        assert!(matches!(ids.allocate(), Err(IdentityError::Occupied { .. })));
         ids.has_process = |uid| Ok(uid == 100);
         assert_eq!(ids.allocate().unwrap().uid, 101);
     }

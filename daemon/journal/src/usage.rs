@@ -23,6 +23,10 @@ use std::sync::Arc;
 
 /// Seconds that are one when bills cannot be written: so many bills are kept in memory then, at most one for each hour and payer.
 const HOUR: u64 = 3_600;
+/// So many sums of what could not be written are kept by the second; of more, those that no quota by the minute needs any more are by the hour.
+const MOST_UNBILLED: usize = 4_096;
+/// Quotas by the minute need what is no older, with what rounding may hide.
+const RECENT_S: u64 = 62;
 
 /// Names a journal: numbers of bills are its own.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -242,6 +246,15 @@ pub(crate) fn read_key(key: u32) -> Option<u32> {
     (key > 0).then_some(key)
 }
 
+/// The same sums, by the hour where they are from before this time.
+fn by_hour(unbilled: Unbilled, recent_unix: u64) -> Unbilled {
+    let mut sums = Unbilled::new();
+    for ((at, payer), usage) in unbilled {
+        add(&mut sums, if at < recent_unix { at - at % HOUR } else { at }, (payer, usage));
+    }
+    sums
+}
+
 /// Adds a bill that is not written yet.
 pub(crate) fn add(unbilled: &mut Unbilled, at_unix: u64, (payer, usage): (Payer, Usage)) {
     *unbilled.entry((at_unix, payer)).or_default() += usage;
@@ -335,7 +348,9 @@ impl JournalDb {
 
     /// Goes on metering where nothing can be written: bills wait until it can.
     pub(crate) fn meter(&mut self, batch: &[Record], now_unix: u64) {
-        let hour = now_unix - now_unix % HOUR;
+        if self.unbilled.len() > MOST_UNBILLED {
+            self.unbilled = by_hour(std::mem::take(&mut self.unbilled), now_unix.saturating_sub(RECENT_S));
+        }
         for record in batch {
             match record {
                 Record::Admission(admission) => {
@@ -354,7 +369,7 @@ impl JournalDb {
                         live.meter.take(*entry);
                         if matches!(entry, Entry::End { .. }) {
                             let bill = live.meter.bill(live.tenant, computed(step, *request));
-                            add(&mut self.unbilled, hour, bill);
+                            add(&mut self.unbilled, now_unix, bill);
                             self.live.remove(request);
                         }
                     }

@@ -1,6 +1,7 @@
 //! Orders about tenants and their keys.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use pagedd_config::{
     Amount, FIRST_TENANT_PORT, MAX_RETENTION, Percent, Span, SpanError, TenantName as CheckedName,
@@ -41,7 +42,8 @@ impl Daemon {
         let retention_ms = spec.retention.as_deref().map(retention).transpose()?.flatten();
         let quotas = quotas(Quotas::default(), spec.quotas)?;
         let (port, listener) = self.port(spec.port)?;
-        let user = self.shop.user()?;
+        let user = self.shop.user(Instant::now()).await;
+        let user = user.map_err(|error| ControlError::new(ErrorCode::Internal, error.to_string()))?;
         // Last of what can be refused: it is made in the kernel.
         let wall = self.shop.walls.tenant(&name, limits).await?;
         let new = NewTenant {
@@ -93,7 +95,8 @@ impl Daemon {
         let info = tenant.info(&self.shop);
         self.retain(&tenant.record).await;
         self.tenants.insert(name.clone(), tenant);
-        let notes = self.drain_note().into_iter().collect();
+        let walls = self.tenant(&name)?.wall.unmet().map(|reason| format!("NOT ENFORCED: {reason}"));
+        let notes = walls.chain(self.drain_note()).collect();
         Ok(TenantAdded { tenant: info, key: key.map(|(key, row)| key_created(&key, row, name)), notes })
     }
 

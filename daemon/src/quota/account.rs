@@ -176,7 +176,7 @@ impl Account {
             if over == 0 {
                 continue;
             }
-            let wait_us = self.wait(now_us, quota, over).max(1);
+            let wait_us = self.wait(now_us, quota, over, limit - asked).max(1);
             if !matches!(excess, Some(Excess::Later { wait_us: longest, .. }) if longest >= wait_us) {
                 excess = Some(Excess::Later { quota, limit, used, asked, wait_us });
             }
@@ -195,8 +195,8 @@ impl Account {
         }
     }
 
-    /// Time until so much of a quota is free again.
-    fn wait(&mut self, now_us: u64, quota: Quota, over: u64) -> u64 {
+    /// Time until so much of a quota is free again, where at most `left` of it may be taken then.
+    fn wait(&mut self, now_us: u64, quota: Quota, over: u64, left: u64) -> u64 {
         match quota {
             Quota::RequestsPerMinute => self.requests.wait(now_us, over),
             Quota::TokensPerMinute => {
@@ -205,8 +205,10 @@ impl Account {
                 if over <= there {
                     self.tokens.wait(now_us, over)
                 } else {
-                    // A request must end first: what it gives back may be enough.
-                    self.ends.wait(now_us, 1).unwrap_or(UNMEASURED_US)
+                    // A request must end first: what it gives back may be enough, but for what the window keeps whoever ends.
+                    let ends = self.ends.wait(now_us, 1).unwrap_or(UNMEASURED_US);
+                    let kept = there.saturating_sub(left);
+                    if kept == 0 { ends } else { ends.max(self.tokens.wait(now_us, kept)) }
                 }
             }
             Quota::MaxConcurrent => self.ends.wait(now_us, over).unwrap_or(UNMEASURED_US),

@@ -70,6 +70,25 @@ fn a_request_takes_all_it_can_come_to_and_gives_back_what_it_did_not() {
 }
 
 #[test]
+fn what_the_window_keeps_whoever_ends_is_waited_for() {
+    let mut account = account(&[(Quota::TokensPerMinute, 4000)]);
+    let mut first = account.admit(0, cost(1, 3000)).unwrap();
+    account.start(0, &mut first);
+    account.spend(0, &mut first, 3000);
+    account.end(SECOND, first);
+    let running = account.admit(SECOND, cost(1, 800)).unwrap();
+    let (quota, wait) = wait_of(account.admit(2 * SECOND, cost(1, 3900)));
+    assert_eq!(quota, Quota::TokensPerMinute);
+    assert!(
+        (58 * SECOND..=58 * SECOND + SLOT_US).contains(&wait),
+        "{wait}: 3,001 of 4,000 stay for the minute"
+    );
+    account.end(2 * SECOND, running);
+    let asked = account.admit(2 * SECOND + wait, cost(1, 3900)).expect("it is true");
+    account.end(2 * SECOND + wait, asked);
+}
+
+#[test]
 fn what_alone_is_more_than_a_quota_is_never_taken() {
     let mut account = account(&[(Quota::TokensPerMinute, 100), (Quota::MaxQueuedTokens, 30)]);
     let never = |quota, limit, asked| Excess::Never { quota, limit, asked };

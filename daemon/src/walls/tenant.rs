@@ -80,6 +80,12 @@ impl TenantWall {
         self.cgroup.is_some() && self.fit.not_enforced.is_empty()
     }
 
+    /// Why limits that it was given are not enforced as they were.
+    pub fn unmet(&self) -> impl Iterator<Item = &str> {
+        let given = self.limits != CgroupLimits::default();
+        self.fit.not_enforced.iter().filter(move |_| given).map(String::as_str)
+    }
+
     /// Other limits, in force when it returns. With `force` they may be below what is in use. What could not be put into force before is tried
     /// again, and refused only where it is asked for anew.
     ///

@@ -233,6 +233,11 @@ pub enum Closed {
     Suspended,
     /// An operator drains the daemon, or it goes down: what was accepted goes on.
     Draining,
+    /// It has moved to another port, and this process ends.
+    Moved {
+        /// Which.
+        port: u16,
+    },
     /// The model is still loading.
     Loading,
     /// The model could not be loaded, or its worker died too often. Why is not told here: it names what is the operator's alone.

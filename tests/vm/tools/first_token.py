@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time to the first token of streamed chats, one after the other, each with a prompt of its own.
 
-  first_token.py --port N --key KEY --model NAME [--requests 200] [--tokens 4] [--seed S] [--json FILE]
+  first_token.py --port N --key KEY --model NAME [--requests 200] [--tokens 4] [--pause SECONDS] [--seed S] [--json FILE]
 
 Writes every time, in milliseconds. Exit code 1 where an answer was not whole.
 """
@@ -53,11 +53,13 @@ def main():
     options.add_argument("--model", required=True)
     options.add_argument("--requests", type=int, default=200)
     options.add_argument("--tokens", type=int, default=4)
+    options.add_argument("--pause", type=float, default=0.0, help="between two requests")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--json")
     options = options.parse_args()
     draw, times, wrong = random.Random(options.seed), [], []
     for number in range(options.requests):
+        time.sleep(options.pause)
         try:
             times.append(ask(options, draw))
         except (OSError, http.client.HTTPException, ValueError) as error:

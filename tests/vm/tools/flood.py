@@ -9,6 +9,8 @@ import argparse
 import collections
 import http.client
 import json
+import signal
+import sys
 import threading
 import time
 
@@ -49,10 +51,14 @@ def main():
     threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(options.connections)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    with lock:
-        print(f"flood: {dict(counts)}")
+    # Ended from outside it still says what came of it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+    finally:
+        with lock:
+            print(f"flood: {dict(counts)}", flush=True)
 
 
 if __name__ == "__main__":

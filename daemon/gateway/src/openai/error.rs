@@ -269,6 +269,7 @@ impl ApiError {
                     "the server is being drained and takes no new requests; try again, or elsewhere";
                 Self::unavailable("draining", message, 5)
             }
+            Closed::Moved { port } => Self::shutting_down(Parting::Moved { port: *port }),
             Closed::Loading => Self::unavailable("loading", "the model is loading; try again shortly", 2),
             Closed::Failed => Self::unavailable(
                 "model_failed",

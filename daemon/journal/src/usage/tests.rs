@@ -198,6 +198,21 @@ fn what_ends_while_nothing_can_be_written_is_billed_with_the_snapshot() {
         ((4, None), usage([1, 0, 0], [40, 0, 2])),
     ];
     assert_eq!(billed(writer.db()), expected.into());
+    let at: Vec<u64> = writer.db().bills(0, 9).unwrap().iter().map(|bill| bill.at_unix).collect();
+    assert_eq!(at, [TIME + 1, TIME + 2, TIME + 61, TIME + 61], "quotas by the minute need to know when");
+}
+
+#[test]
+fn many_sums_that_wait_are_kept_by_the_hour_but_for_those_of_the_last_minute() {
+    let now = 1_000_000 * HOUR + 1_800;
+    let payer = || Payer { tenant: TenantId(1), key: None, model: "m".into() };
+    let mut waiting = Unbilled::new();
+    for at in [now - 1_700, now - 100, now - 99, now - 3, now] {
+        add(&mut waiting, at, (payer(), usage([1, 0, 0], [1, 0, 1])));
+    }
+    let sums = by_hour(waiting, now - RECENT_S);
+    let found: Vec<(u64, u64)> = sums.iter().map(|((at, _), usage)| (*at, usage.requests)).collect();
+    assert_eq!(found, [(now - 1_800, 3), (now - 3, 1), (now, 1)]);
 }
 
 #[test]
