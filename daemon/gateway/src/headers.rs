@@ -242,8 +242,8 @@ mod tests {
 
     #[test]
     fn times_are_written_as_openai_writes_them() {
-        let written = [0, 350, 1_000, 7_500, 59_999, 60_000, 61_900].map(span);
-        assert_eq!(written, ["0ms", "350ms", "1s", "7.500s", "59.999s", "1m0s", "1m1s"]);
+        let written = [0, 350, 1_000, 7_500, 59_999, 60_000, 60_074, 119_001].map(span);
+        assert_eq!(written, ["0ms", "350ms", "1s", "7.500s", "59.999s", "1m0s", "1m1s", "2m0s"]);
     }
 
     #[test]

@@ -278,7 +278,7 @@ fn a_quota_that_is_used_up_is_told_as_openai_tells_it() {
         ("retry-after-ms", "2001"),
         ("x-ratelimit-limit-requests", "60"),
         ("x-ratelimit-remaining-requests", "0"),
-        ("x-ratelimit-reset-requests", "1m1s"),
+        ("x-ratelimit-reset-requests", "1m2s"),
         ("x-ratelimit-limit-tokens", "1000"),
         ("x-ratelimit-remaining-tokens", "17"),
         ("x-ratelimit-reset-tokens", "350ms"),
