@@ -161,7 +161,7 @@ fn processes(dir: &Path) -> Vec<Pidfd> {
 mod tests {
     use std::process::{Command, Stdio};
     use std::sync::atomic::{AtomicBool, Ordering};
-    use std::sync::mpsc::channel;
+    use std::sync::mpsc::sync_channel;
     use std::thread;
 
     use super::*;
@@ -177,8 +177,8 @@ mod tests {
             "it came into use before the sweep"
         );
         let removed = AtomicBool::new(false);
-        let (began, begun) = channel();
-        let (go, gone) = channel();
+        let (began, begun) = sync_channel(1);
+        let (go, gone) = sync_channel(1);
         thread::scope(|scope| {
             let (claims, removed) = (&claims, &removed);
             let removal = move || {
@@ -207,9 +207,9 @@ mod tests {
         let start = || Command::new("sleep").arg("600").stdin(Stdio::null()).spawn().unwrap();
         let (mut old, mut template, mut new) = (start(), start(), start());
         let put = |cgroup: &str, pids: &[u32]| {
-            let pids: String = pids.iter().map(|pid| format!("{pid}\n")).collect();
+            let pids: Vec<String> = pids.iter().map(u32::to_string).collect();
             fs::create_dir_all(hierarchy.root().join(cgroup)).unwrap();
-            fs::write(hierarchy.root().join(cgroup).join("cgroup.procs"), pids).unwrap();
+            fs::write(hierarchy.root().join(cgroup).join("cgroup.procs"), pids.join("\n") + "\n").unwrap();
         };
         put("tenants/a", &[old.id()]);
         put("templates", &[template.id()]);
