@@ -24,7 +24,7 @@ pub mod selfcheck;
 mod shared;
 mod stream;
 
-pub use attention::{Attention, DecodeLimits, DecodePlan, PrefillPlan, decode, prefill};
+pub use attention::{Attention, DecodeCut, DecodeLimits, DecodePlan, PrefillPlan, Sharing, decode, prefill};
 pub use batch::{DeviceBatch, DeviceKvLayout, Indices};
 pub use buffer::{Buffer, Plain, View, ViewMut};
 pub use decoder::{

@@ -1,6 +1,6 @@
 // Paged decode attention: few queries a sequence against all of its cached tokens, at the speed of memory.
 //
-// The context is cut into splits of a fixed number of tokens, counted from position 0. A CTA works on one unit (16 packed rows, one KV head, one
+// The context is cut into splits. A CTA works on one unit (16 packed rows, one KV head, one
 // split) at a time: its warps take the split's pieces of 16 tokens in turn, each with a ring of copies of its own, and merge in warp order. A second
 // kernel merges the splits of a row in the order of their positions. So the bits of a row depend on its own queries, keys and values only, never
 // on the batch or the grid.
@@ -23,6 +23,7 @@ struct DecodeShared {
     float m[kWarps][kUnitRows];
     float l[kWarps][kUnitRows];
     int stage[kWarps];         // the ring stage in which a warp left its sums
+    int64_t at[kUnitRows];     // of the partial results, where a row's are
 };
 
 /// Where a warp's sums of a row lie in the stage where it leaves them: columns in groups of eight, permuted so that the rows of a store fall into
@@ -45,21 +46,25 @@ struct DecodeShape {
     static_assert(kStages + 2 <= kListed / 2, "the stream reads descriptions ahead");
 };
 
-/// The share of a CTA in the units: unit n is at blockIdx.x + n * gridDim.x in the order of units and, within a unit, KV heads.
+/// The share of a CTA in the units: those of a lane, for one KV head.
 struct UnitShare {
-    int kv_heads;
-    int all;  // units * KV heads
+    int lanes;
+    int lane;
+    int kv_head;
+    int count;
 
-    __device__ __forceinline__ int index(int n) const { return blockIdx.x + n * gridDim.x; }
-    __device__ __forceinline__ bool has(int n) const { return index(n) < all; }
-    __device__ __forceinline__ int kv_head(int n) const { return index(n) % kv_heads; }
+    __device__ __forceinline__ UnitShare(const DecodeParams& params)
+        : lanes(gridDim.x / params.kv.kv_heads), lane(blockIdx.x / params.kv.kv_heads), kv_head(blockIdx.x % params.kv.kv_heads), count(params.lane_counts[lane]) {}
+
+    __device__ __forceinline__ bool has(int n) const { return n < count; }
 };
 
 /// One warp starts the copies of the descriptions of units [first, first + kListed / 2). Past the last unit it copies some other description, which
 /// nobody reads.
 __device__ __forceinline__ void copy_descriptions(DecodeUnit* list, const DecodeParams& params, int first, int lane) {
     const int n = first + lane / 2;
-    const int unit = min(static_cast<int>(blockIdx.x + n * gridDim.x) / params.kv.kv_heads, params.max_units - 1);
+    const int lanes = gridDim.x / params.kv.kv_heads;
+    const int unit = min(static_cast<int>(blockIdx.x) / params.kv.kv_heads + n * lanes, params.max_units - 1);
     copy_async(shared_address(list + n % kListed) + lane % 2 * 16, reinterpret_cast<const uint8_t*>(params.units + unit) + lane % 2 * 16, 16);
 }
 
@@ -71,7 +76,8 @@ class PieceStream {
 
   public:
     __device__ __forceinline__ PieceStream(const DecodeParams& params, const UnitShare& share, const DecodeUnit* list, int warp, int lane)
-        : params_(params), share_(share), list_(list), warp_(warp), lane_(lane), next_block_(table_entry(0)) {
+        : params_(params), share_(share), list_(list), warp_(warp), lane_(lane), next_block_(first_entry(0)) {
+        head_ = params.kv.layer + (static_cast<int64_t>(share.kv_head) << params.kv.log2_block) * (kDim * 2);
         open(0);
     }
 
@@ -89,6 +95,9 @@ class PieceStream {
             token_ += Shape::kRoundTokens;
             if (token_ - warp_ * kPieceTokens >= end_) {
                 open(unit_ + 1);
+            } else if ((token_ >> kv.log2_block) - first_block_ >= kEntries) {
+                first_block_ += kEntries;
+                take_entries();
             }
         }
         commit_copies();
@@ -105,23 +114,33 @@ class PieceStream {
         token_ = work.first_token + warp_ * kPieceTokens;
         end_ = work.first_token + work.tokens;
         first_block_ = work.first_token >> kv.log2_block;
-        head_ = kv.layer + (static_cast<int64_t>(share_.kv_head(unit)) << kv.log2_block) * (kDim * 2);
-        block_ = next_block_;
-        next_block_ = table_entry(unit + 1);
+        take_entries();
     }
 
-    /// This lane's entry of a unit's blocks: a split is at most 32. Lanes past the last block keep block 0, whose memory exists and is not read.
-    __device__ __forceinline__ int table_entry(int unit) const {
+    /// The table's entries from first_block_ on; those that come next are on their way from then on.
+    __device__ __forceinline__ void take_entries() {
+        block_ = next_block_;
+        const int next = first_block_ + kEntries;
+        next_block_ = next << params_.kv.log2_block < end_ ? entry(list_[unit_ % kListed], next) : first_entry(unit_ + 1);
+    }
+
+    __device__ __forceinline__ int first_entry(int unit) const {
         if (!share_.has(unit)) {
             return 0;
         }
-        const PagedKv& kv = params_.kv;
         const DecodeUnit& work = list_[unit % kListed];
-        const int entry = (work.first_token >> kv.log2_block) + lane_;
-        const bool inside = entry <= (work.first_token + work.tokens - 1) >> kv.log2_block;
-        return inside ? kv.tables[static_cast<int64_t>(work.sequence) * kv.table_stride + entry] : 0;
+        return entry(work, work.first_token >> params_.kv.log2_block);
     }
 
+    /// This lane's entry of the table, of those from `first` on. Lanes past the unit's last block keep block 0, whose memory exists and is not read.
+    __device__ __forceinline__ int entry(const DecodeUnit& work, int first) const {
+        const PagedKv& kv = params_.kv;
+        const int at = first + lane_;
+        const bool inside = at <= (work.first_token + work.tokens - 1) >> kv.log2_block;
+        return inside ? kv.tables[static_cast<int64_t>(work.sequence) * kv.table_stride + at] : 0;
+    }
+
+    static constexpr int kEntries = 32;
     const DecodeParams& params_;
     const UnitShare share_;
     const DecodeUnit* list_;
@@ -147,19 +166,22 @@ struct DecodeRows {
     int limits[2];     // tokens that the two rows see
     int lowest_limit;  // of all rows of the unit
 
-    /// Starts to load the unit's queries.
-    __device__ __forceinline__ void load(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int lane) {
+    /// Starts to load the unit's queries. Of a group's unit, `member_token` of lane r is the query token of row r.
+    __device__ __forceinline__ void load(const DecodeParams& params, const DecodeUnit& unit, int kv_head, int member_token, int lane) {
         const Queries& queries = params.queries;
         const int group = params.kv.group;
-        lowest_limit = unit.past + unit.first_row / group + 1;
+        const bool of_group = unit.splits == 0;
+        const int end = unit.first_token + unit.tokens;
+        lowest_limit = of_group ? end : unit.past + unit.first_row / group + 1;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = lane / 4 + half * 8;
             const bool real = row < unit.rows;
             const int packed = unit.first_row + row;
-            limits[half] = unit.past + packed / group + 1;
-            const T* from = static_cast<const T*>(queries.q) + (unit.first_query + (real ? packed / group : 0)) * queries.q_stride +
-                            (kv_head * group + packed % group) * kDim + lane % 4 * 2;
+            limits[half] = of_group ? end : unit.past + packed / group + 1;
+            const int of_member = __shfl_sync(kFullWarp, member_token, row);
+            const int64_t token = of_group ? of_member : unit.first_query + (real ? packed / group : 0);
+            const T* from = static_cast<const T*>(queries.q) + token * queries.q_stride + (kv_head * group + packed % group) * kDim + lane % 4 * 2;
 #pragma unroll
             for (int k = 0; k < kDim / 16; ++k) {
                 q[k][half] = real ? *reinterpret_cast<const uint32_t*>(from + k * 16) : 0;
@@ -255,13 +277,24 @@ __device__ __forceinline__ void write_output(const DecodeParams& params, int fir
     *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(sum.x * scale, sum.y * scale), pack<T>(sum.z * scale, sum.w * scale));
 }
 
+/// Row lane % 16 of a group's unit; of a row that is not there, the unit's last. Nothing where the unit is a sequence's.
+__device__ __forceinline__ Member member_of(const DecodeParams& params, const DecodeUnit& unit, int lane) {
+    const int packed = unit.first_row + min(lane % kUnitRows, unit.rows - 1);
+    return unit.splits == 0 ? params.members[unit.first_query + packed / params.kv.group] : Member{0, 0};
+}
+
+/// Where the partial results of row lane % 16 of a unit are.
+__device__ __forceinline__ int64_t partial_row(const DecodeParams& params, const DecodeUnit& unit, const Member& member, int kv_head, int lane) {
+    const int row = lane % kUnitRows;
+    const int64_t slot = unit.slot + (unit.splits == 0 ? member.first_slot : 0);
+    return (slot * params.kv.kv_heads + kv_head) * params.rows_per_unit + (unit.splits == 0 ? (unit.first_row + row) % params.kv.group : row);
+}
+
 /// Merges the warps' sums of a unit in warp order: into the output if the sequence has one split, else into its slot.
 template <typename T, int kDim, int kWarps, int kStages>
 __device__ __forceinline__ void merge_warps(const DecodeParams& params, const DecodeUnit& unit, int kv_head, const uint8_t* rings,
                                             const DecodeShared<kWarps>& shared) {
     using Shape = DecodeShape<kDim, kWarps, kStages>;
-    const int64_t slot = unit.first_slot + (unit.first_token >> params.log2_split);
-    const int64_t first = (slot * params.kv.kv_heads + kv_head) * params.rows_per_unit;
     for (int i = threadIdx.x; i < unit.rows * (kDim / 4); i += Shape::kThreads) {
         const int row = i / (kDim / 4);
         const int column = i % (kDim / 4) * 4;
@@ -282,9 +315,9 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& params, const De
         if (unit.splits == 1) {
             write_output<T, kDim>(params, unit.first_query, unit.first_row + row, kv_head, column, sum, total);
         } else {
-            *reinterpret_cast<float4*>(params.partial_out + (first + row) * kDim + column) = sum;
+            *reinterpret_cast<float4*>(params.partial_out + shared.at[row] * kDim + column) = sum;
             if (column == 0) {
-                *reinterpret_cast<float2*>(params.partial_sums + (first + row) * 2) = make_float2(top, total);
+                *reinterpret_cast<float2*>(params.partial_sums + shared.at[row] * 2) = make_float2(top, total);
             }
         }
     }
@@ -305,7 +338,7 @@ __device__ __forceinline__ void decode_attention(const DecodeParams& params) {
         copy_descriptions(shared.list, params, kListed / 2, lane);
         commit_copies();
     }
-    const UnitShare share = {params.kv.kv_heads, *params.unit_count * params.kv.kv_heads};
+    const UnitShare share(params);
     if (!share.has(0)) {
         wait_copies<0>();
         return;
@@ -315,7 +348,8 @@ __device__ __forceinline__ void decode_attention(const DecodeParams& params) {
 
     PieceStream<kDim, kWarps, kStages> stream(params, share, shared.list, warp, lane);
     DecodeRows<T, kDim> state;
-    state.load(params, shared.list[0], share.kv_head(0), lane);
+    Member next = member_of(params, shared.list[0], lane);
+    state.load(params, shared.list[0], share.kv_head, next.token, lane);
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
         stream.issue(ring + stage * Shape::kStageBytes);
@@ -324,6 +358,12 @@ __device__ __forceinline__ void decode_attention(const DecodeParams& params) {
     int stage = 0;
     for (int n = 0; share.has(n); ++n) {
         const DecodeUnit& unit = shared.list[n % kListed];
+        if (warp == 0 && lane < kUnitRows) {
+            shared.at[lane] = partial_row(params, unit, next, share.kv_head, lane);
+        }
+        if (share.has(n + 1)) {
+            next = member_of(params, shared.list[(n + 1) % kListed], lane);
+        }
         state.reset();
         const int end_token = unit.first_token + unit.tokens;
         for (int round = unit.first_token; round < end_token; round += Shape::kRoundTokens) {
@@ -344,10 +384,10 @@ __device__ __forceinline__ void decode_attention(const DecodeParams& params) {
         }
         if (share.has(n + 1)) {
             // The next unit's queries are on their way while the CTA merges.
-            state.load(params, shared.list[(n + 1) % kListed], share.kv_head(n + 1), lane);
+            state.load(params, shared.list[(n + 1) % kListed], share.kv_head, next.token, lane);
         }
         __syncthreads();
-        merge_warps<T, kDim, kWarps, kStages>(params, unit, share.kv_head(n), rings, shared);
+        merge_warps<T, kDim, kWarps, kStages>(params, unit, share.kv_head, rings, shared);
         __syncthreads();
         if (warp == 0 && n % (kListed / 2) == kListed / 2 - 1) {
             // The half of the list that is done with is filled anew; it joins the copy group of the piece that follows.

@@ -48,6 +48,9 @@ struct PrefillTile {
           past(unit.past),
           keys(limit(rows - 1)) {}
 
+    /// The first token that is read.
+    static __device__ __forceinline__ int first() { return 0; }
+
     /// Tokens that a row of the tile sees.
     __device__ __forceinline__ int limit(int row) const { return past + (first_row + row) / group + 1; }
 
@@ -59,16 +62,16 @@ struct PrefillTile {
 };
 
 /// The CTA's way through K and V tiles: K of tile 0, V of tile 0, K of tile 1, ...
-template <class Shape>
+template <class Shape, class Tile>
 class TileStream {
     using Layout = typename Shape::Layout;
 
   public:
-    __device__ __forceinline__ TileStream(const PagedKv& kv, int sequence, const PrefillTile& tile, uint32_t ring)
-        : kv_(kv), table_(kv.tables + static_cast<int64_t>(sequence) * kv.table_stride), keys_(tile.keys), ring_(ring) {
+    __device__ __forceinline__ TileStream(const PagedKv& kv, int sequence, const Tile& tile, uint32_t ring)
+        : kv_(kv), table_(kv.tables + static_cast<int64_t>(sequence) * kv.table_stride), keys_(tile.keys), ring_(ring), token_(tile.first()) {
         head_ = kv.layer + (static_cast<int64_t>(tile.kv_head) << kv.log2_block) * (Shape::kDim * 2);
         values_ = (static_cast<int64_t>(kv.kv_heads) << kv.log2_block) * (Shape::kDim * 2);
-        blocks_ = next_blocks_ = load_blocks(0);
+        blocks_ = next_blocks_ = load_blocks(token_);
     }
 
     /// Starts the copies of the next K or V tile into the next slot. Past the last tile the copy group is empty, so that groups can be counted.
@@ -109,7 +112,7 @@ class TileStream {
     int64_t values_;  // bytes from a head's keys to its values
     int keys_;
     uint32_t ring_;
-    int token_ = 0;
+    int token_;
     bool values_next_ = false;
     int slot_ = 0;
     int blocks_;
@@ -242,8 +245,8 @@ struct PrefillRows {
 };
 
 /// Copies the tile's queries to shared memory; rows that do not exist become zeros.
-template <typename T, class Shape>
-__device__ __forceinline__ void load_queries(const Queries& queries, const PrefillTile& tile, uint32_t to) {
+template <typename T, class Shape, class Tile>
+__device__ __forceinline__ void load_queries(const Queries& queries, const Tile& tile, uint32_t to) {
     using Layout = TileLayout<Shape::kDim>;
     const T* q = static_cast<const T*>(queries.q);
     for (int i = threadIdx.x; i < Shape::kRows * Layout::kChunks; i += Shape::kThreads) {
@@ -255,18 +258,33 @@ __device__ __forceinline__ void load_queries(const Queries& queries, const Prefi
     }
 }
 
+/// Writes a warp's rows to the output; `own` is where its queries were.
 template <typename T, class Shape>
-__device__ __forceinline__ void prefill_attention(const PrefillParams& params) {
+__device__ __forceinline__ void leave_rows(const PrefillParams& params, const PrefillTile& tile, PrefillRows<T, Shape>& state, uint8_t* own, int own_row,
+                                           int lane) {
+    using Layout = TileLayout<Shape::kDim>;
+    state.finish(own, lane);
+    __syncwarp();
+    T* out = static_cast<T*>(params.queries.out);
+    for (int i = lane; i < Shape::kWarpRows * Layout::kChunks; i += 32) {
+        const int row = i / Layout::kChunks;
+        const int chunk = i % Layout::kChunks;
+        if (own_row + row < tile.rows) {
+            *reinterpret_cast<uint4*>(out + tile.element(own_row + row, params.queries.out_stride, Shape::kDim) + chunk * 8) =
+                *reinterpret_cast<const uint4*>(own + Layout::offset(row, chunk));
+        }
+    }
+}
+
+/// Attention of a tile of packed rows to the tokens [tile.first(), tile.keys) of a table.
+template <typename T, class Shape, class Params, class Tile>
+__device__ __forceinline__ void attend_tile(const Params& params, const Tile& tile, int sequence) {
     using Layout = TileLayout<Shape::kDim>;
     extern __shared__ __align__(1024) uint8_t shared[];
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    wait_for_previous_kernel();
-    const PrefillUnit unit = params.units[blockIdx.x / params.kv.kv_heads];
-    const PrefillTile tile(params, unit, blockIdx.x % params.kv.kv_heads, Shape::kRows);
-
     const uint32_t ring = shared_address(shared) + Shape::kQueryBytes;
-    TileStream<Shape> stream(params.kv, unit.sequence, tile, ring);
+    TileStream<Shape, Tile> stream(params.kv, sequence, tile, ring);
     load_queries<T, Shape>(params.queries, tile, shared_address(shared));
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots - 1; ++slot) {
@@ -287,7 +305,7 @@ __device__ __forceinline__ void prefill_attention(const PrefillParams& params) {
 
     PrefillRows<T, Shape> state;
     int slot = 0;
-    for (int token = 0; token < tile.keys; token += Shape::kKeys) {
+    for (int token = tile.first(); token < tile.keys; token += Shape::kKeys) {
         // A warp whose rows see nothing of this tile only keeps step with the others.
         const bool sees = token < highest_limit;
         float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
@@ -318,18 +336,16 @@ __device__ __forceinline__ void prefill_attention(const PrefillParams& params) {
     }
 
     if (has_rows) {
-        state.finish(own, lane);
-        __syncwarp();
-        T* out = static_cast<T*>(params.queries.out);
-        for (int i = lane; i < Shape::kWarpRows * Layout::kChunks; i += 32) {
-            const int row = i / Layout::kChunks;
-            const int chunk = i % Layout::kChunks;
-            if (own_row + row < tile.rows) {
-                *reinterpret_cast<uint4*>(out + tile.element(own_row + row, params.queries.out_stride, Shape::kDim) + chunk * 8) =
-                    *reinterpret_cast<const uint4*>(own + Layout::offset(row, chunk));
-            }
-        }
+        leave_rows<T, Shape>(params, tile, state, own, own_row, lane);
     }
+}
+
+template <typename T, class Shape>
+__device__ __forceinline__ void prefill_attention(const PrefillParams& params) {
+    wait_for_previous_kernel();
+    const PrefillUnit unit = params.units[blockIdx.x / params.kv.kv_heads];
+    const PrefillTile tile(params, unit, blockIdx.x % params.kv.kv_heads, Shape::kRows);
+    attend_tile<T, Shape>(params, tile, unit.sequence);
 }
 
 }  // namespace pagedd

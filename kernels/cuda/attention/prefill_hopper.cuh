@@ -60,8 +60,8 @@ struct Ring {
 };
 
 /// The producer warpgroup: K of tile 0, V of tile 0, K of tile 1, ... into the slots in turn.
-template <class Shape>
-__device__ __forceinline__ void fill_ring(const PagedKv& kv, int sequence, const PrefillTile& tile, const Ring<Shape>& ring) {
+template <class Shape, class Tile>
+__device__ __forceinline__ void fill_ring(const PagedKv& kv, int sequence, const Tile& tile, const Ring<Shape>& ring) {
     const int thread = threadIdx.x % 128;
     const int lane = threadIdx.x % 32;
     const int32_t* table = kv.tables + static_cast<int64_t>(sequence) * kv.table_stride;
@@ -73,11 +73,11 @@ __device__ __forceinline__ void fill_ring(const PagedKv& kv, int sequence, const
         return at < min(tile.keys, token + Shape::kKeys) ? table[at >> kv.log2_block] : 0;
     };
     int blocks = 0;
-    int next_blocks = load_blocks(0);
+    int next_blocks = load_blocks(tile.first());
     int slot = 0;
     int last_slot = -1;
     int parity = 1;  // of the end of the slot's last use: the first use waits for nothing
-    for (int token = 0; token < tile.keys; token += Shape::kKeys) {
+    for (int token = tile.first(); token < tile.keys; token += Shape::kKeys) {
         blocks = next_blocks;
         next_blocks = load_blocks(token + Shape::kKeys);
 #pragma unroll
@@ -183,7 +183,7 @@ struct GroupRows {
 
 /// Writes a warp's 16 rows into its part of the query tile and from there to the output, 16 bytes at a time.
 template <typename T, class Shape>
-__device__ __forceinline__ void write_rows(const PrefillParams& params, const PrefillTile& tile, GroupRows<T, Shape>& rows, uint8_t* queries, int group_row,
+__device__ __forceinline__ void leave_rows(const PrefillParams& params, const PrefillTile& tile, GroupRows<T, Shape>& rows, uint8_t* queries, int group_row,
                                            int warp_row, int lane) {
     using Layout = typename Shape::QueryLayout;
 #pragma unroll
@@ -209,8 +209,8 @@ __device__ __forceinline__ void write_rows(const PrefillParams& params, const Pr
 }
 
 /// Starts the copies of a warpgroup's queries; rows that do not exist become zeros.
-template <typename T, class Shape>
-__device__ __forceinline__ void copy_queries(const Queries& queries, const PrefillTile& tile, int group_row, uint32_t to, int thread) {
+template <typename T, class Shape, class Tile>
+__device__ __forceinline__ void copy_queries(const Queries& queries, const Tile& tile, int group_row, uint32_t to, int thread) {
     using Layout = typename Shape::QueryLayout;
     const T* q = static_cast<const T*>(queries.q);
     for (int i = thread; i < 64 * Layout::kChunks; i += 128) {
@@ -223,8 +223,8 @@ __device__ __forceinline__ void copy_queries(const Queries& queries, const Prefi
 }
 
 /// A computing warpgroup: `group` of them, with its queries at `queries`.
-template <typename T, class Shape>
-__device__ __forceinline__ void compute_rows(const PrefillParams& params, const PrefillTile& tile, const Ring<Shape>& ring, uint8_t* queries, int group) {
+template <typename T, class Shape, class Params, class Tile>
+__device__ __forceinline__ void compute_rows(const Params& params, const Tile& tile, const Ring<Shape>& ring, uint8_t* queries, int group) {
     const int thread = threadIdx.x % 128;
     const int lane = threadIdx.x % 32;
     const int warp_row = thread / 32 * 16;
@@ -262,19 +262,19 @@ __device__ __forceinline__ void compute_rows(const PrefillParams& params, const 
     products_wait<0>();
     pin(rows.scores);
     release(0);
-    soften(0);
+    soften(tile.first());
     rows.pack_weights();
 
     // Barrier kTurn + g says that it is the turn of group g; the last group gives the first turn.
     constexpr int kTurn = 1 + Shape::kGroups;
     const bool last_group = group == Shape::kGroups - 1;
     const auto give_turn = [&] { named_arrive(kTurn + (last_group ? 0 : group + 1), 256); };
-    if (Shape::kTurns && last_group && tile.keys > Shape::kKeys) {
+    if (Shape::kTurns && last_group && tile.keys > tile.first() + Shape::kKeys) {
         give_turn();
     }
     int stage = 0;  // of the tile whose weights are ready
     int parity = 0;
-    for (int token = Shape::kKeys; token < tile.keys; token += Shape::kKeys) {
+    for (int token = tile.first() + Shape::kKeys; token < tile.keys; token += Shape::kKeys) {
         const int next = stage + 1 == Shape::kStages ? 0 : stage + 1;
         const int next_parity = parity ^ (next == 0 ? 1 : 0);
         barrier_wait(ring.filled(2 * next), next_parity);
@@ -306,15 +306,13 @@ __device__ __forceinline__ void compute_rows(const PrefillParams& params, const 
     pin(rows.sums);
     // The other warps' products read the queries too; they are over once all have come here.
     named_sync(1 + group, 128);
-    write_rows<T, Shape>(params, tile, rows, queries, group_row, warp_row, lane);
+    leave_rows<T, Shape>(params, tile, rows, queries, group_row, warp_row, lane);
 }
 
-template <typename T, class Shape>
-__device__ __forceinline__ void prefill_attention_hopper(const PrefillParams& params) {
+/// Attention of a tile of packed rows to the tokens [tile.first(), tile.keys) of a table.
+template <typename T, class Shape, class Params, class Tile>
+__device__ __forceinline__ void attend_tile_hopper(const Params& params, const Tile& tile, int sequence) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    wait_for_previous_kernel();
-    const PrefillUnit unit = params.units[blockIdx.x / params.kv.kv_heads];
-    const PrefillTile tile(params, unit, blockIdx.x % params.kv.kv_heads, Shape::kRows);
     const uint32_t base = shared_address(shared);
     const Ring<Shape> ring = {base + Shape::kQueryBytes, base + Shape::kQueryBytes + Shape::kSlots * Shape::kSlotBytes};
     if (threadIdx.x == 0) {
@@ -326,12 +324,20 @@ __device__ __forceinline__ void prefill_attention_hopper(const PrefillParams& pa
     __syncthreads();
     if (threadIdx.x >= Shape::kGroups * 128) {
         give_registers<Shape::kProducerRegisters>();
-        fill_ring<Shape>(params.kv, unit.sequence, tile, ring);
+        fill_ring<Shape>(params.kv, sequence, tile, ring);
     } else {
         take_registers<Shape::kRegisters>();
         const int group = threadIdx.x / 128;
         compute_rows<T, Shape>(params, tile, ring, shared + group * Shape::QueryLayout::kBytes, group);
     }
+}
+
+template <typename T, class Shape>
+__device__ __forceinline__ void prefill_attention_hopper(const PrefillParams& params) {
+    wait_for_previous_kernel();
+    const PrefillUnit unit = params.units[blockIdx.x / params.kv.kv_heads];
+    const PrefillTile tile(params, unit, blockIdx.x % params.kv.kv_heads, Shape::kRows);
+    attend_tile_hopper<T, Shape>(params, tile, unit.sequence);
 }
 
 }  // namespace pagedd

@@ -117,12 +117,17 @@ double median_graph_us(const Enqueue& enqueue) {
 /// KV of several layers in randomly ordered blocks, and queries, for sequences of the given contexts.
 class Setup {
   public:
-    Setup(const Heads& heads, const std::vector<int>& contexts, const std::vector<int>& q_lens, int log2_block, bool layers_outermost)
+    Setup(const Heads& heads, const std::vector<int>& contexts, const std::vector<int>& q_lens, int log2_block, bool layers_outermost,
+          const std::vector<Group>& groups = {})
         : heads_(heads), log2_block_(log2_block), contexts_(contexts) {
         starts_ = {0};
         int blocks = 0;
         int table_stride = 0;
         size_t tokens = 0;
+        for (const Group& g : groups) {
+            const size_t others = g.members.size() - 1;
+            tokens -= others * g.tokens;
+        }
         for (size_t s = 0; s < contexts.size(); ++s) {
             starts_.push_back(starts_.back() + q_lens[s]);
             blocks += ceil_div(contexts[s], 1 << log2_block);
@@ -149,6 +154,13 @@ class Setup {
                 tables[s * table_stride + b] = order[next++];
             }
         }
+        for (const Group& g : groups) {
+            const int first = g.first_token >> log2_block;
+            const int end = (g.first_token + g.tokens) >> log2_block;
+            for (const int member : g.members) {
+                std::copy(&tables[g.members[0] * table_stride + first], &tables[g.members[0] * table_stride + end], &tables[member * table_stride + first]);
+            }
+        }
         table_stride_ = table_stride;
         tables_ = std::make_unique<Device<int32_t>>(tables);
         device_starts_ = std::make_unique<Device<int32_t>>(starts_);
@@ -166,8 +178,8 @@ class Setup {
         return {q_->get(), out_->get(), stride, stride, static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(heads_.dim))), 0};
     }
 
-    DecodeMemory decode_memory(int log2_split) const {
-        return DecodeMemory(starts_, contexts_, heads_.kv_heads, heads_.group, heads_.dim, log2_split);
+    DecodeMemory decode_memory(int log2_split, int grid, int more = 0) const {
+        return DecodeMemory(starts_, contexts_, heads_.kv_heads, heads_.group, heads_.dim, log2_split, grid, more);
     }
 
     pagedd::DecodePlanParams plan(const DecodeMemory& memory) const { return memory.plan(device_starts_->get(), device_contexts_->get()); }
@@ -231,17 +243,42 @@ void print_rate(const char* label, double us, double amount, const char* unit) {
 }
 
 void time_decode(const char* label, const Setup& setup, const Kernel& kernel, int log2_split, bool early = true) {
-    const DecodeMemory memory = setup.decode_memory(log2_split);
+    const DecodeMemory memory = setup.decode_memory(log2_split, resident(kernel));
     launch_plan(setup.plan(memory), nullptr);
     CUDA_OK(cudaDeviceSynchronize());
-    const int grid = resident(kernel);
+    const int grid = memory.grid();
     const double us = median_graph_us([&](cudaStream_t stream) {
         for (int layer = 0; layer < setup.layers; ++layer) {
             launch_decode(kernel, grid, memory.tile_count(), memory.params(setup.kv(layer), setup.queries()), stream, early);
         }
     });
     char line[160];
-    std::snprintf(line, sizeof line, "%s  %s split %d%s", label, kernel.name, 1 << log2_split, early ? "" : ", combine not early");
+    std::snprintf(line, sizeof line, "%s  %s split %d%s", label, kernel.name, log2_split == 0 ? 0 : 1 << log2_split, early ? "" : ", combine not early");
+    print_rate(line, us / setup.layers, setup.bytes(), "TB/s");
+}
+
+/// Groups read once: those with tiles by `large`, if any.
+void time_groups(const char* label, const Setup& setup, const std::vector<Group>& groups, int sequences, int group, const Kernel& kernel, const Kernel* large, int log2_split) {
+    const SharedLists lists(groups, sequences, group);
+    const SharedMemory shared(lists);
+    const DecodeMemory memory = setup.decode_memory(log2_split, resident(kernel), lists.slots() + static_cast<int>(lists.units.size()));
+    launch_plan(shared.add_to(setup.plan(memory)), nullptr);
+    CUDA_OK(cudaDeviceSynchronize());
+    const int grid = memory.grid();
+    if (large != nullptr) {
+        allow_shared(*large);
+    }
+    const double us = median_graph_us([&](cudaStream_t stream) {
+        for (int layer = 0; layer < setup.layers; ++layer) {
+            const pagedd::DecodeParams params = shared.add_to(memory.params(setup.kv(layer), setup.queries()));
+            if (large != nullptr) {
+                launch(*large, static_cast<int>(lists.tiles.size()) * params.kv.kv_heads, shared.params(params), stream);
+            }
+            launch_decode(kernel, grid, memory.tile_count(), params, stream);
+        }
+    });
+    char line[160];
+    std::snprintf(line, sizeof line, "%s  %s, split %d, %zu units %zu tiles", label, large == nullptr ? "decode" : large->name, log2_split == 0 ? 0 : 1 << log2_split, lists.units.size(), lists.tiles.size());
     print_rate(line, us / setup.layers, setup.bytes(), "TB/s");
 }
 
@@ -289,14 +326,13 @@ void bench_decode(bool variants) {
         const Setup setup(heads, contexts, same(static_cast<int>(contexts.size()), 1), log2_block, layers_outermost);
         const Kernel& entry = entry_of(decode_kernels(), heads.dim);
         if (!variants) {
-            time_decode(label, setup, entry, 7);
+            time_decode(label, setup, entry, 0);
             time_decode(label, setup, entry, 8);
             time_decode(label, setup, entry, 9);
-            time_decode(label, setup, entry, 8, false);
             return;
         }
         for (const Kernel& kernel : decode_variants()) {
-            for (const int log2_split : {7, 8, 9}) {
+            for (const int log2_split : {0, 8, 9}) {
                 time_decode(label, setup, kernel, log2_split);
             }
         }
@@ -311,6 +347,8 @@ void bench_decode(bool variants) {
         std::vector<int> one_long = same(63, 512);
         one_long.push_back(65536);
         run("8b 63 x 512 and 1 x 65536", kLlama3, one_long, 4, false);
+        run("8b batch 1 context 131072", kLlama3, same(1, 131072), 4, false);
+        run("8b batch 64 context 1552", kLlama3, same(64, 1552), 4, false);
         run("8b batch 8 context 32500", kLlama3, same(8, 32500), 4, false);
         run("8b batch 64 context 8192", kLlama3, same(64, 8192), 4, false);
         run("8b batch 64 context 1100", kLlama3, same(64, 1100), 4, false);
@@ -322,7 +360,7 @@ void bench_decode(bool variants) {
         run("smollm2-135m batch 256 context 1024", kSmol, same(256, 1024), 4, false);
         const Setup guesses(kLlama3, same(64, 1024), same(64, 4), 4, false);
         time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry_of(decode_kernels(), 128), 8);
-        time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry_of(decode_kernels(), 128), 9);
+        time_decode("8b batch 64 context 1024, 4 queries each", guesses, entry_of(decode_kernels(), 128), 0);
     }
     if (!variants) {
         // From how many queries on a chunk is better off with the prefill kernels.
@@ -339,13 +377,63 @@ void bench_decode(bool variants) {
         }
     }
     const Setup setup(kLlama3, same(256, 1100), same(256, 1), 4, false);
-    const DecodeMemory memory = setup.decode_memory(kLog2Split);
-    const double us = median_graph_us([&](cudaStream_t stream) {
-        for (int i = 0; i < 20; ++i) {
-            launch_plan(setup.plan(memory), stream);
+    for (const int log2_split : {kLog2Split, 0}) {
+        const DecodeMemory memory = setup.decode_memory(log2_split, 264);
+        const double us = median_graph_us([&](cudaStream_t stream) {
+            for (int i = 0; i < 20; ++i) {
+                launch_plan(setup.plan(memory), stream);
+            }
+        });
+        std::printf("plan of 256 sequences, context 1100, split %d: %.1f us\n", log2_split == 0 ? 0 : 1 << log2_split, us / 20);
+    }
+}
+
+void bench_groups() {
+    const auto run = [&](const char* label, const Heads& heads, int count, int members, int shared, int own) {
+        const int sequences = count * members;
+        std::vector<Group> groups;
+        for (int g = 0; g < count; ++g) {
+            groups.push_back({0, shared, {}, 256, 0});
+            for (int m = 0; m < members; ++m) {
+                groups.back().members.push_back(g * members + m);
+            }
         }
-    });
-    std::printf("plan of 256 sequences, context 1100: %.1f us\n", us / 20);
+        const Setup setup(heads, same(sequences, shared + own), same(sequences, 1), 4, false, groups);
+        const Kernel& entry = entry_of(decode_kernels(), heads.dim);
+        time_decode(label, setup, entry, 0);
+        for (const int split : {256, 512}) {
+            for (Group& group : groups) {
+                group.split = split;
+            }
+            time_groups(label, setup, groups, sequences, heads.group, entry, nullptr, 8);
+            time_groups(label, setup, groups, sequences, heads.group, entry, nullptr, 0);
+        }
+        for (const std::vector<Kernel>* kernels : {&shared_kernels(), &shared_hopper_kernels()}) {
+            for (const Kernel& large : *kernels) {
+                for (const int splits : {1, 2, 4}) {
+                    if (large.dim == heads.dim && large.dtype == Dtype::kBf16 && shared / splits >= 128) {
+                        for (Group& group : groups) {
+                            group.split = shared / splits;
+                            group.tile_rows = large.tile_rows;
+                        }
+                        time_groups(label, setup, groups, sequences, heads.group, entry, &large, 0);
+                    }
+                }
+            }
+        }
+        std::printf("\n");
+    };
+    run("8b 512 x (2048 shared + 96)", kLlama3, 1, 512, 2048, 96);
+    run("8b 256 x (2048 shared + 96)", kLlama3, 1, 256, 2048, 96);
+    run("8b 64 groups of 4 x (512 + 128)", kLlama3, 64, 4, 512, 128);
+    run("8b 32 groups of 8 x (512 + 128)", kLlama3, 32, 8, 512, 128);
+    run("8b 16 groups of 16 x (512 + 128)", kLlama3, 16, 16, 512, 128);
+    run("8b 8 groups of 32 x (512 + 128)", kLlama3, 8, 32, 512, 128);
+    run("8b 1 group of 8 x (8192 + 128)", kLlama3, 1, 8, 8192, 128);
+    run("8b 1 group of 32 x (2048 + 128)", kLlama3, 1, 32, 2048, 128);
+    run("8b 32 pairs x (128 + 512)", kLlama3, 32, 2, 128, 512);
+    run("smollm2-135m 256 x (1024 shared + 96)", kSmol, 1, 256, 1024, 96);
+    run("llama-2-7b 64 groups of 4 x (512 + 128)", kLlama2, 64, 4, 512, 128);
 }
 
 namespace {
@@ -388,9 +476,9 @@ void bench_hopper(bool variants) { bench_prefill_with(prefill_hopper_kernels(), 
 void profile_decode() {
     const Setup setup(kLlama3, same(64, 1024), same(64, 1), 4, false);
     const Kernel& kernel = entry_of(decode_kernels(), 128);
-    const DecodeMemory memory = setup.decode_memory(kLog2Split);
+    const DecodeMemory memory = setup.decode_memory(0, resident(kernel));
     launch_plan(setup.plan(memory), nullptr);
-    const int grid = resident(kernel);
+    const int grid = memory.grid();
     for (int layer = 0; layer < 3; ++layer) {
         launch_decode(kernel, grid, memory.tile_count(), memory.params(setup.kv(layer), setup.queries()), nullptr);
     }

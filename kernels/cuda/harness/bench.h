@@ -7,6 +7,8 @@ namespace harness {
 void bench_ceilings();
 /// Decode in CUDA graphs, each node another layer. `variants`: other tile sizes, splits and grids of head_dim 128 beside the entry points.
 void bench_decode(bool variants);
+/// Decode of sequences that share blocks, with and without groups.
+void bench_groups();
 void bench_prefill(bool variants);
 /// Prefill with the kernels for sm_90a.
 void bench_hopper(bool variants);

@@ -6,7 +6,8 @@ out=$2
 arch=${3:-90a}
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$out"
-for source in "$here"/../attention_decode.cu "$here"/../attention_prefill.cu "$here"/../attention_prefill_sm90.cu "$here"/*.cu; do
+for source in "$here"/../attention_decode.cu "$here"/../attention_prefill.cu "$here"/../attention_prefill_sm90.cu "$here"/../attention_shared.cu "$here"/../attention_shared_sm90.cu \
+    "$here"/*.cu; do
     object=$out/$(basename "$source" .cu).o
     # The kernels' headers are few: an object is built anew when any source is younger.
     if [ ! -e "$object" ] || [ -n "$(find "$here/.." -newer "$object" \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' \) -print -quit)" ]; then

@@ -201,6 +201,65 @@ void check_all_of(const std::vector<Kernel>& decode, const std::vector<Kernel>& 
     }
 }
 
+const Kernel* same_shape(const std::vector<Kernel>& kernels, const Kernel& as) {
+    for (const Kernel& kernel : kernels) {
+        if (kernel.dim == as.dim && kernel.dtype == as.dtype) {
+            return &kernel;
+        }
+    }
+    return nullptr;
+}
+
+/// Sequences that begin alike, groups in groups, and some that share nothing, read by decode alone and with the kernels for large groups.
+void check_groups(const Kernel& kernel, const Shape& shape, uint64_t seed, const std::vector<int>& grids, Totals& totals) {
+    const int block = 1 << shape.log2_block;
+    const int shared = ceil_div(200, block) * block;
+    std::vector<Sequence> sequences = {{shared + 1, 1}, {0, 1}, {shared + 17, 1}, {150, 1}, {shared + 300, 1}, {2 * shared + 5, 1}, {2 * shared + 64, 1}, {9, 1}};
+    std::vector<Group> groups = {{0, shared, {0, 2, 4}, 256, 0}, {0, 2 * shared, {5, 6}, 256, 0}, {0, shared, {}, shared, 0}, {shared, 2 * shared, {}, shared, 0}};
+    // A large group, of which all but the first two lie in another that begins where it ends.
+    for (int i = 0; i < 23; ++i) {
+        const int member = static_cast<int>(sequences.size());
+        sequences.push_back({(i < 2 ? 1 : 3) * shared + 1 + i * 13, 1});
+        groups[2].members.push_back(member);
+        if (i >= 2) {
+            groups[3].members.push_back(member);
+        }
+    }
+    Problem problem(shape, sequences, 8, seed, groups);
+    const std::vector<double> answer = problem.reference();
+    const auto check = [&](const Kernel* large, const std::vector<Group>& with) {
+        const std::string name = std::string(kernel.name) + " in groups, " + (large == nullptr ? "without another kernel" : large->name);
+        const std::vector<uint16_t> out = problem.decode_groups(kernel, large, 264, with, false);
+        add_verdict(totals, problem, judge(problem, out, answer), name);
+        report(out == problem.decode_groups(kernel, large, 1, with, false), name + ": a grid of one CTA gives other bits");
+        for (const int grid : grids) {
+            const std::vector<uint16_t> balanced = problem.decode_groups(kernel, large, grid, with, true);
+            add_verdict(totals, problem, judge(problem, balanced, answer), name + ", balanced over " + std::to_string(grid));
+            report(balanced == problem.decode_groups(kernel, large, grid, with, true), name + ": a second run gives other bits");
+        }
+        // Who is in no group has the bits that it has alone.
+        for (const int alone : {3, 7}) {
+            const int first = problem.first_token(alone);
+            report(same_tokens(problem, out, problem.decode(kernel, 264, {sequences[alone]}, alone, first), first, 1), name + ": other bits than alone");
+        }
+    };
+    check(nullptr, groups);
+    check(nullptr, {});
+    for (const std::vector<Kernel>* kernels : {&shared_kernels(), &shared_hopper_kernels()}) {
+        const Kernel* large = same_shape(*kernels, kernel);
+        if (large != nullptr) {
+            allow_shared(*large);
+            std::vector<Group> with = groups;
+            with[2].tile_rows = with[3].tile_rows = large->tile_rows;
+            check(large, with);
+            with[0].tile_rows = large->tile_rows;
+            with[3].tile_rows = 0;
+            with[3].split = 256;
+            check(large, with);
+        }
+    }
+}
+
 __global__ void race_kernel(int* out) {
     __shared__ int shared[64];
     shared[threadIdx.x] = threadIdx.x;
@@ -214,6 +273,20 @@ int check_decode_kernels() {
     failures = 0;
     check_all_of(decode_kernels(), {});
     check_all_of(decode_variants(), {});
+    return failures;
+}
+
+int check_group_kernels() {
+    failures = 0;
+    uint64_t seed = 1;
+    for (const Kernel& kernel : decode_kernels()) {
+        allow_shared(kernel);
+        Totals totals;
+        for (const Heads& h : kHeads) {
+            check_groups(kernel, {kernel.dtype, kernel.dim, h.kv_heads, h.group, h.log2_block, h.layers_outermost}, seed++, {1, 24, 264, 500}, totals);
+        }
+        print_totals(kernel, totals);
+    }
     return failures;
 }
 
@@ -241,6 +314,11 @@ int check_minimal() {
         const std::vector<Sequence> sequences = {{150, 1}, {0, 1}, {19, 6}, {64, 1}};
         Problem problem({kernel.dtype, kernel.dim, h.kv_heads, h.group, h.log2_block, h.layers_outermost}, sequences, 6, 1);
         add_verdict(totals, problem, judge(problem, problem.decode(kernel, 2, sequences, 0, 0), problem.reference()), kernel.name);
+        print_totals(kernel, totals);
+    }
+    for (const Kernel& kernel : decode_kernels()) {
+        Totals totals;
+        check_groups(kernel, {kernel.dtype, kernel.dim, h.kv_heads, h.group, h.log2_block, h.layers_outermost}, 1, {24}, totals);
         print_totals(kernel, totals);
     }
     for (const std::vector<Kernel>* kernels : {&prefill_kernels(), &prefill_hopper_kernels()}) {

@@ -7,6 +7,8 @@ namespace harness {
 int check_decode_kernels();
 int check_prefill_kernels();
 int check_hopper_kernels();
+/// Decode of sequences that share blocks.
+int check_group_kernels();
 /// Every kernel on the smallest shape that reaches all of its code: for compute-sanitizer.
 int check_minimal();
 /// A shared-memory race on purpose, to see that racecheck would report one.

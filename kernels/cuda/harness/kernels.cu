@@ -2,6 +2,7 @@
 #include "../attention/combine.cuh"
 #include "../attention/prefill.cuh"
 #include "../attention/prefill_hopper.cuh"
+#include "../attention/shared.cuh"
 #include "support.h"
 
 #define DECODE_ENTRY(name, dim)                                                                                                        \
@@ -10,14 +11,19 @@
 #define PREFILL_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_prefill_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params);
 #define PREFILL_SM90_ENTRY(name, dim, rows) \
     extern "C" __global__ void pagedd_attention_prefill_sm90_##name##_d##dim##_r##rows(const __grid_constant__ pagedd::PrefillParams params);
+#define SHARED_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_shared_##name##_d##dim(const __grid_constant__ pagedd::SharedParams params);
+#define SHARED_SM90_ENTRY(name, dim) extern "C" __global__ void pagedd_attention_shared_sm90_##name##_d##dim(const __grid_constant__ pagedd::SharedParams params);
 #define ENTRIES(name)                                                                                                       \
     DECODE_ENTRY(name, 64) DECODE_ENTRY(name, 80) DECODE_ENTRY(name, 96) DECODE_ENTRY(name, 128) DECODE_ENTRY(name, 256)    \
     PREFILL_ENTRY(name, 64) PREFILL_ENTRY(name, 80) PREFILL_ENTRY(name, 96) PREFILL_ENTRY(name, 128) PREFILL_ENTRY(name, 256) \
     PREFILL_SM90_ENTRY(name, 64, 128) PREFILL_SM90_ENTRY(name, 128, 192) PREFILL_SM90_ENTRY(name, 128, 128) PREFILL_SM90_ENTRY(name, 128, 64) \
-    PREFILL_SM90_ENTRY(name, 256, 128)
+    PREFILL_SM90_ENTRY(name, 256, 128)                                                                                          \
+    SHARED_ENTRY(name, 64) SHARED_ENTRY(name, 80) SHARED_ENTRY(name, 96) SHARED_ENTRY(name, 128) SHARED_ENTRY(name, 256)    \
+    SHARED_SM90_ENTRY(name, 64) SHARED_SM90_ENTRY(name, 128) SHARED_SM90_ENTRY(name, 256)
 ENTRIES(bf16)
 ENTRIES(f16)
 extern "C" __global__ void pagedd_attention_decode_plan(const __grid_constant__ pagedd::DecodePlanParams params);
+extern "C" __global__ void pagedd_attention_decode_plan_lanes(const __grid_constant__ pagedd::DecodePlanParams params);
 
 namespace harness {
 namespace {
@@ -61,6 +67,7 @@ Kernel prefill(const char* name, const void* kernel, Dtype dtype) {
 }
 
 const void* address(void (*kernel)(pagedd::DecodeParams)) { return reinterpret_cast<const void*>(kernel); }
+const void* address(void (*kernel)(pagedd::SharedParams)) { return reinterpret_cast<const void*>(kernel); }
 const void* address(void (*kernel)(pagedd::PrefillParams)) { return reinterpret_cast<const void*>(kernel); }
 
 }  // namespace
@@ -109,6 +116,30 @@ const std::vector<Kernel>& prefill_hopper_kernels() {
     return has_hopper() ? kernels : none;
 }
 
+#define SHARED(name, dtype, dim, warps, row_tiles, keys, slots) \
+    prefill<pagedd::PrefillShape<dim, warps, row_tiles, keys, slots>>("shared_" #name "_d" #dim, address(pagedd_attention_shared_##name##_d##dim), dtype)
+#define SHARED_SM90(name, dtype, dim, keys, stages) \
+    prefill<pagedd::HopperShape<dim, 2, keys, stages, 1>>("shared_sm90_" #name "_d" #dim, address(pagedd_attention_shared_sm90_##name##_d##dim), dtype)
+
+const std::vector<Kernel>& shared_kernels() {
+    static const std::vector<Kernel> kernels = {
+        SHARED(bf16, Dtype::kBf16, 64, 4, 2, 64, 3),  SHARED(bf16, Dtype::kBf16, 80, 4, 2, 64, 3), SHARED(bf16, Dtype::kBf16, 96, 4, 2, 64, 3),
+        SHARED(bf16, Dtype::kBf16, 128, 4, 2, 64, 3), SHARED(bf16, Dtype::kBf16, 256, 4, 1, 32, 3), SHARED(f16, Dtype::kF16, 64, 4, 2, 64, 3),
+        SHARED(f16, Dtype::kF16, 80, 4, 2, 64, 3),    SHARED(f16, Dtype::kF16, 96, 4, 2, 64, 3),   SHARED(f16, Dtype::kF16, 128, 4, 2, 64, 3),
+        SHARED(f16, Dtype::kF16, 256, 4, 1, 32, 3),
+    };
+    return kernels;
+}
+
+const std::vector<Kernel>& shared_hopper_kernels() {
+    static const std::vector<Kernel> kernels = {
+        SHARED_SM90(bf16, Dtype::kBf16, 64, 128, 2), SHARED_SM90(bf16, Dtype::kBf16, 128, 64, 4), SHARED_SM90(bf16, Dtype::kBf16, 256, 64, 2),
+        SHARED_SM90(f16, Dtype::kF16, 64, 128, 2),   SHARED_SM90(f16, Dtype::kF16, 128, 64, 4),   SHARED_SM90(f16, Dtype::kF16, 256, 64, 2),
+    };
+    static const std::vector<Kernel> none;
+    return has_hopper() ? kernels : none;
+}
+
 #define DECODE_VARIANT(warps, stages, ctas) \
     decode<128, warps, stages>("w" #warps " s" #stages " c" #ctas, address(decode_variant<128, warps, stages, ctas>), \
                                address(pagedd_attention_combine_bf16_d128), Dtype::kBf16)
@@ -138,7 +169,9 @@ const std::vector<Kernel>& prefill_hopper_variants() {
     return has_hopper() ? kernels : none;
 }
 
-const void* decode_plan_kernel() { return reinterpret_cast<const void*>(pagedd_attention_decode_plan); }
+const void* decode_plan_kernel(bool lanes) {
+    return reinterpret_cast<const void*>(lanes ? pagedd_attention_decode_plan_lanes : pagedd_attention_decode_plan);
+}
 
 uint16_t to_bits(Dtype dtype, float x) {
     return dtype == Dtype::kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));

@@ -16,10 +16,11 @@ int verdict(int failures) {
 int usage() {
     std::fprintf(stderr,
                  "usage: attention_harness MODE\n"
-                 "  check-decode, check-prefill, check-hopper   every kernel against float64, and its promises about bits\n"
+                 "  check-decode, check-groups, check-prefill, check-hopper   every kernel against float64, and its promises about bits\n"
                  "  check-minimal                 the smallest shapes, for compute-sanitizer\n"
                  "  planted-race                  a race that racecheck must report\n"
                  "  ceilings                      copy and read bandwidth\n"
+                 "  groups                        decode of sequences that share blocks\n"
                  "  decode, prefill, hopper       benchmarks of the entry points; hopper: prefill with wgmma\n"
                  "  decode-variants, prefill-variants, hopper-variants   other tile sizes\n"
                  "  profile-decode, profile-prefill, profile-hopper   three launches, for ncu\n");
@@ -37,6 +38,9 @@ int main(int argc, char** argv) {
     if (is("check-decode")) {
         return verdict(harness::check_decode_kernels());
     }
+    if (is("check-groups")) {
+        return verdict(harness::check_group_kernels());
+    }
     if (is("check-prefill")) {
         return verdict(harness::check_prefill_kernels());
     }
@@ -52,6 +56,8 @@ int main(int argc, char** argv) {
         harness::bench_ceilings();
     } else if (is("decode") || is("decode-variants")) {
         harness::bench_decode(is("decode-variants"));
+    } else if (is("groups")) {
+        harness::bench_groups();
     } else if (is("prefill") || is("prefill-variants")) {
         harness::bench_prefill(is("prefill-variants"));
     } else if (is("hopper") || is("hopper-variants")) {

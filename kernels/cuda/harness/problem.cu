@@ -39,7 +39,7 @@ std::string Shape::text() const {
     return line;
 }
 
-Problem::Problem(const Shape& shape, const std::vector<Sequence>& sequences, int log2_split, uint64_t seed)
+Problem::Problem(const Shape& shape, const std::vector<Sequence>& sequences, int log2_split, uint64_t seed, const std::vector<Group>& groups)
     : shape_(shape),
       sequences_(sequences),
       log2_split_(log2_split),
@@ -63,6 +63,15 @@ Problem::Problem(const Shape& shape, const std::vector<Sequence>& sequences, int
         for (int b = 0; b < ceil_div(sequences[s].context, block_tokens); ++b) {
             tables_[s * table_stride_ + b] = order[next++];
         }
+    }
+    for (const Group& g : groups) {
+        const int32_t* from = &tables_[static_cast<size_t>(g.members[0]) * table_stride_];
+        for (const int member : g.members) {
+            std::copy(from + g.first_token / block_tokens, from + (g.first_token + g.tokens) / block_tokens,
+                      &tables_[static_cast<size_t>(member) * table_stride_ + g.first_token / block_tokens]);
+        }
+    }
+    for (size_t s = 0; s < sequences.size(); ++s) {
         for (int kv = 0; kv < 2; ++kv) {
             for (int head = 0; head < shape.kv_heads; ++head) {
                 for (int token = 0; token < sequences[s].context; ++token) {
@@ -135,29 +144,51 @@ std::vector<uint16_t> Problem::decode(const Kernel& kernel, int grid, const std:
     const std::vector<int32_t> contexts = contexts_of(sequences);
     const Device<int32_t> device_starts(starts);
     const Device<int32_t> device_contexts(contexts);
-    const DecodeMemory memory(starts, contexts, shape_.kv_heads, shape_.group, shape_.dim, log2_split_);
+    const DecodeMemory memory(starts, contexts, shape_.kv_heads, shape_.group, shape_.dim, log2_split_, grid);
     poison_output();
     launch_plan(memory.plan(device_starts.get(), device_contexts.get()), nullptr);
-    launch_decode(kernel, grid, memory.tile_count(), memory.params(kv(first_sequence), queries(first_token)), nullptr);
+    launch_decode(kernel, memory.grid(), memory.tile_count(), memory.params(kv(first_sequence), queries(first_token)), nullptr);
     CUDA_OK(cudaGetLastError());
     CUDA_OK(cudaDeviceSynchronize());
     const int units = decode_units(starts, contexts, shape_.group, log2_split_);
-    if (memory.unit_count.download()[0] != units) {
-        std::printf("  plan has %d units, expected %d\n", memory.unit_count.download()[0], units);
+    if (memory.planned_units() != units) {
+        std::printf("  plan has %d units, expected %d\n", memory.planned_units(), units);
         return {};
     }
+    return device_out_->download();
+}
+
+std::vector<uint16_t> Problem::decode_groups(const Kernel& kernel, const Kernel* shared, int grid, const std::vector<Group>& groups, bool balanced) {
+    const std::vector<int32_t> starts = starts_of(sequences_);
+    const std::vector<int32_t> contexts = contexts_of(sequences_);
+    const Device<int32_t> device_starts(starts);
+    const Device<int32_t> device_contexts(contexts);
+    const SharedLists lists(groups, static_cast<int>(sequences_.size()), shape_.group);
+    const SharedMemory group_memory(lists);
+    const int more = lists.slots() + static_cast<int>(lists.units.size());
+    const DecodeMemory memory(starts, contexts, shape_.kv_heads, shape_.group, shape_.dim, balanced ? 0 : log2_split_, grid, more);
+    const pagedd::DecodeParams params = group_memory.add_to(memory.params(kv(0), queries(0)));
+    poison_output();
+    launch_plan(group_memory.add_to(memory.plan(device_starts.get(), device_contexts.get())), nullptr);
+    if (shared != nullptr) {
+        // Some more than there are tiles.
+        launch(*shared, static_cast<int>(lists.tiles.size() + 2) * shape_.kv_heads, group_memory.params(params), nullptr);
+    }
+    launch_decode(kernel, memory.grid(), memory.tile_count(), params, nullptr);
+    CUDA_OK(cudaGetLastError());
+    CUDA_OK(cudaDeviceSynchronize());
     return device_out_->download();
 }
 
 std::vector<uint16_t> Problem::decode_in_graph(const Kernel& kernel, int grid, const std::vector<Sequence>& sequences) {
     Device<int32_t> device_starts(starts_of(sequences_));
     Device<int32_t> device_contexts(contexts_of(sequences_));
-    const DecodeMemory memory(starts_of(sequences_), contexts_of(sequences_), shape_.kv_heads, shape_.group, shape_.dim, log2_split_);
+    const DecodeMemory memory(starts_of(sequences_), contexts_of(sequences_), shape_.kv_heads, shape_.group, shape_.dim, log2_split_, grid);
     cudaStream_t stream;
     CUDA_OK(cudaStreamCreate(&stream));
     CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     launch_plan(memory.plan(device_starts.get(), device_contexts.get()), stream);
-    launch_decode(kernel, grid, memory.tile_count(), memory.params(kv(0), queries(0)), stream);
+    launch_decode(kernel, memory.grid(), memory.tile_count(), memory.params(kv(0), queries(0)), stream);
     cudaGraph_t graph;
     CUDA_OK(cudaStreamEndCapture(stream, &graph));
     cudaGraphExec_t replay;

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "plan.h"
 #include "support.h"
 
 namespace harness {
@@ -29,12 +30,14 @@ struct Shape {
 /// that no token was written to, gaps between the tokens of queries and outputs, and guard words around the outputs.
 class Problem {
   public:
-    Problem(const Shape& shape, const std::vector<Sequence>& sequences, int log2_split, uint64_t seed);
+    Problem(const Shape& shape, const std::vector<Sequence>& sequences, int log2_split, uint64_t seed, const std::vector<Group>& groups = {});
 
     /// Runs a kernel over the given sequences, which may be others than the problem's own (parts of them), with the tables of the sequences from
     /// `first_sequence` and the queries from `first_token` on. Returns the output buffer's bits.
     std::vector<uint16_t> decode(const Kernel& kernel, int grid, const std::vector<Sequence>& sequences, int first_sequence, int first_token);
     std::vector<uint16_t> prefill(const Kernel& kernel, const std::vector<Sequence>& sequences, int first_sequence, int first_token);
+    /// Decode of the problem's own sequences, with its groups read once; `shared` is for those with tiles. `balanced`: cut so that CTAs have as much to read.
+    std::vector<uint16_t> decode_groups(const Kernel& kernel, const Kernel* shared, int grid, const std::vector<Group>& groups, bool balanced);
     /// Plan and decode captured into one graph for the largest contexts, replayed with the given ones.
     std::vector<uint16_t> decode_in_graph(const Kernel& kernel, int grid, const std::vector<Sequence>& sequences);
 

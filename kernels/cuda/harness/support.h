@@ -48,7 +48,10 @@ const std::vector<Kernel>& prefill_variants();
 /// Those for sm_90a; none on other cards.
 const std::vector<Kernel>& prefill_hopper_kernels();
 const std::vector<Kernel>& prefill_hopper_variants();
-const void* decode_plan_kernel();
+/// Those of large groups, for sm_90a where it is the card and has one.
+const std::vector<Kernel>& shared_kernels();
+const std::vector<Kernel>& shared_hopper_kernels();
+const void* decode_plan_kernel(bool lanes);
 
 inline void allow_shared(const Kernel& kernel) {
     CUDA_OK(cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes));
@@ -83,7 +86,7 @@ inline void launch_decode(const Kernel& kernel, int grid, int tiles, const paged
 inline void launch_plan(const pagedd::DecodePlanParams& params, cudaStream_t stream) {
     pagedd::DecodePlanParams copy = params;
     void* arguments[] = {&copy};
-    CUDA_OK(cudaLaunchKernel(decode_plan_kernel(), dim3(1), dim3(1024), arguments, 0, stream));
+    CUDA_OK(cudaLaunchKernel(decode_plan_kernel(params.log2_split == 0), dim3(1), dim3(1024), arguments, 0, stream));
 }
 
 /// splitmix64: the same numbers on every machine.

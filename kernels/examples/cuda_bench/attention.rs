@@ -3,8 +3,8 @@
 use half::bf16;
 use pagedd_core::BlockId;
 use pagedd_kernels::cuda::{
-    Attention, Buffer, CudaError, DecodeLimits, DecodePlan, DeviceBatch, DeviceKvLayout, Graph, PinnedRing,
-    PrefillPlan, Stream, decode, fill_normal, prefill,
+    Attention, Buffer, CudaError, DecodeCut, DecodeLimits, DecodePlan, DeviceBatch, DeviceKvLayout, Graph,
+    PinnedRing, PrefillPlan, Stream, decode, fill_normal, prefill,
 };
 use pagedd_kernels::{AttentionShape, KvRow};
 
@@ -22,10 +22,16 @@ const BLOCK: usize = 16;
 /// Positions that the last query of a row sees, and its queries.
 type Sequence = (usize, usize);
 
+/// So many rows, one after the other, begin with so many blocks of the first of them.
+type Alike = (usize, usize);
+const APART: Alike = (1, 0);
+
 pub fn attention(stream: &Stream) -> Result<(), CudaError> {
     println!("{:<13} {:<36} {:>9} {:>8} {:>8}", "model", "bf16, blocks of 16", "µs", "GB/s", "TFLOP/s");
     let mixed: Vec<Sequence> = (0..64).map(|i| (128_usize << (i % 8), 1)).collect();
-    let decodes: [(Heads, &str, Vec<Sequence>); 9] = [
+    let mut uneven = vec![(512, 1); 63];
+    uneven.push((65_536, 1));
+    let decodes: [(Heads, &str, Vec<Sequence>); 12] = [
         (LLAMA, "decode 1 x 1024", vec![(1024, 1); 1]),
         (LLAMA, "decode 8 x 1024", vec![(1024, 1); 8]),
         (LLAMA, "decode 64 x 1024", vec![(1024, 1); 64]),
@@ -34,10 +40,21 @@ pub fn attention(stream: &Stream) -> Result<(), CudaError> {
         (LLAMA, "decode 8 x 32500", vec![(32_500, 1); 8]),
         (LLAMA, "decode 64 x 8192", vec![(8192, 1); 64]),
         (LLAMA, "decode 64 x 128 to 16384", mixed),
+        (LLAMA, "decode 1 x 131072", vec![(131_072, 1)]),
+        (LLAMA, "decode 63 x 512 and 1 x 65536", uneven),
+        (LLAMA, "decode 64 x 1528, as many bytes", vec![(1528, 1); 64]),
         (SMOL, "decode 64 x 1024", vec![(1024, 1); 64]),
     ];
     for (heads, name, sequences) in decodes {
-        case(stream, heads, name, &sequences, true)?;
+        case(stream, heads, name, &sequences, APART, true)?;
+    }
+    let shared: [(&str, Vec<Sequence>, Alike); 3] = [
+        ("decode 512 x (2048 shared + 96)", vec![(2144, 1); 512], (512, 128)),
+        ("decode 64 x 4 x (512 shared + 128)", vec![(640, 1); 256], (4, 32)),
+        ("decode 8 x 32 x (512 shared + 128)", vec![(640, 1); 256], (32, 32)),
+    ];
+    for (name, sequences, alike) in shared {
+        case(stream, LLAMA, name, &sequences, alike, true)?;
     }
     let prefills: [(Heads, &str, Vec<Sequence>); 6] = [
         (LLAMA, "prefill 1 x 8192", vec![(8192, 8192)]),
@@ -48,7 +65,7 @@ pub fn attention(stream: &Stream) -> Result<(), CudaError> {
         (SMOL, "prefill 1 x 8192", vec![(8192, 8192)]),
     ];
     for (heads, name, sequences) in prefills {
-        case(stream, heads, name, &sequences, false)?;
+        case(stream, heads, name, &sequences, APART, false)?;
     }
     Ok(())
 }
@@ -58,20 +75,30 @@ fn case(
     (model, kv_heads, group, head_dim): Heads,
     name: &str,
     sequences: &[Sequence],
+    (alike, shared): Alike,
     decoding: bool,
 ) -> Result<(), CudaError> {
     let (heads, tokens) = (kv_heads * group, sequences.iter().map(|&(_, count)| count).sum());
     let contexts: usize = sequences.iter().map(|&(context, _)| context).sum();
-    let bytes = contexts * 2 * kv_heads * head_dim * 2;
+    // Those of blocks that are read again are not counted.
+    let again = (sequences.len() - sequences.len().div_ceil(alike)) * shared * BLOCK;
+    let bytes = (contexts - again) * 2 * kv_heads * head_dim * 2;
     let layers = WORKING_SET.div_ceil(bytes).clamp(2, 64);
     let blocks: Vec<usize> = sequences.iter().map(|&(context, _)| context.div_ceil(BLOCK)).collect();
-    let capacity = blocks.iter().sum::<usize>();
+    let entries = blocks.iter().sum::<usize>();
+    let capacity = entries - again / BLOCK;
     let layout = DeviceKvLayout::blocks_outermost(layers, kv_heads, head_dim, BLOCK)?;
     let arena = random_bytes(stream, layout.arena_bytes(capacity as u32)?)?;
     // Blocks lie as they do after a while: all over the arena.
     let stride = [7919, 7907, 7901].into_iter().find(|&prime| !capacity.is_multiple_of(prime)).unwrap_or(1);
     let mut next = (0..capacity).map(|i| BlockId((i * stride % capacity) as u32));
-    let tables: Vec<Vec<BlockId>> = blocks.iter().map(|&count| next.by_ref().take(count).collect()).collect();
+    let mut tables: Vec<Vec<BlockId>> = Vec::new();
+    for (index, &count) in blocks.iter().enumerate() {
+        let mut table =
+            tables.get(index / alike * alike).map_or(Vec::new(), |first| first[..shared].to_vec());
+        table.extend(next.by_ref().take(count - table.len()));
+        tables.push(table);
+    }
     let rows: Vec<KvRow<'_>> = sequences
         .iter()
         .zip(&tables)
@@ -83,7 +110,7 @@ fn case(
         .collect();
     let mut ring = PinnedRing::new(stream.device(), 8, 1 << 20)?;
     let mut batch =
-        DeviceBatch::with_capacity(stream, layout, capacity as u32, (tokens, rows.len(), capacity))?;
+        DeviceBatch::with_capacity(stream, layout, capacity as u32, (tokens, rows.len(), entries))?;
     batch.set(stream, &mut ring, &rows, tokens)?;
     let mut q = Buffer::<bf16>::zeroed(stream, tokens * heads * head_dim)?;
     fill_normal(stream, 4, 1.0, &mut q.all_mut())?;
@@ -91,9 +118,10 @@ fn case(
     let shape = AttentionShape { heads, scale: (head_dim as f32).sqrt().recip() };
     let mut operands = Operands { q, shape, batch, arena, out };
     let took = if decoding {
-        let units = |&(context, count): &Sequence| DecodeLimits::units_of(count, group, context);
-        let limits = DecodeLimits { rows: rows.len(), queries: 1, units: sequences.iter().map(units).sum() };
+        let limits =
+            DecodeLimits { rows: rows.len(), queries: 1, cut: DecodeCut::Even { slots: 4 * rows.len() } };
         let mut plan = DecodePlan::new(stream, &layout, heads, limits)?;
+        plan.share(stream, &mut ring, &operands.batch, 0..rows.len())?;
         plan.set(stream, &operands.batch, 0..rows.len())?;
         let all =
             |stream: &Stream| (0..layers).try_for_each(|layer| decode(stream, &mut plan, operands.of(layer)));

@@ -7,14 +7,20 @@
 //! cores. With either, the bits of a row depend on its own queries, keys and values only; with prefill, not on how a prompt was cut into
 //! steps either. The two differ from one another in the last bits.
 //!
+//! A decode plan that cuts contexts evenly gives that up for speed: every part of the GPU has as much to read, wherever in a row that is, and
+//! rows whose tables begin alike read what they share once, together. The same batch still has the same bits, always.
+//!
 //! What a kernel is to do is listed before the first layer, in a plan, and serves all layers of that batch.
 
 mod decode;
+mod groups;
 mod kernels;
 mod prefill;
+mod shared;
 
-pub use decode::{DecodeLimits, DecodePlan, decode};
+pub use decode::{DecodeCut, DecodeLimits, DecodePlan, decode};
 pub use prefill::{PrefillPlan, prefill};
+pub use shared::Sharing;
 
 pub(super) use kernels::AttentionKernels;
 
@@ -26,7 +32,7 @@ use super::norm::{PACK, dimension};
 use crate::cpu::attention::AttentionShape;
 use crate::error::{KvError, length, product};
 
-/// Positions after which decode sets a result aside, to be merged.
+/// Positions after which decode sets a result aside, to be merged, where cuts are fixed.
 pub(super) const SPLIT: usize = 1 << LOG2_SPLIT;
 const LOG2_SPLIT: u32 = 8;
 /// Packed rows (queries times the query heads of a KV head) of one unit of decode work.

@@ -356,6 +356,11 @@ impl DeviceBatch {
         self.host.row(index)
     }
 
+    /// The blocks of a row; of one of padding, none.
+    pub(super) fn table(&self, index: usize) -> &[u32] {
+        self.host.table(index)
+    }
+
     /// What is in it, by a number.
     pub(super) fn stamp(&self) -> u64 {
         self.stamp
@@ -434,6 +439,12 @@ impl HostBatch {
         let (first, next) = (self.starts[index] as usize, self.starts[index + 1] as usize);
         let table = self.row_tables[index];
         BatchRow { table, first_token: first, tokens: next - first, context: context as usize }
+    }
+
+    fn table(&self, index: usize) -> &[u32] {
+        let Some(&first) = self.row_tables.get(index) else { return &[] };
+        let end = self.row_tables.get(index + 1).map_or(self.tables.len(), |&end| end as usize);
+        &self.tables[first as usize..end]
     }
 }
 

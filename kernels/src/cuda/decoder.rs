@@ -7,7 +7,8 @@
 //! rows go through [`decode()`](super::decode()), the others go through [`prefill()`](super::prefill()).
 //!
 //! A step in which every row has one token and is drawn from is padded to a size of [`bucket`] and, from the second one of that size on,
-//! recorded and replayed: queueing some hundred kernels takes the host longer than some models take the device.
+//! recorded and replayed: queueing some hundred kernels takes the host longer than some models take the device. Steps whose rows share
+//! blocks are recorded apart from those whose rows do not.
 #![allow(unsafe_code)]
 
 mod forward;
@@ -26,7 +27,7 @@ pub use shape::{DecoderPlaces, DecoderShape, LayerPlaces, Place};
 
 use self::forward::{Head, Work};
 use self::timeline::Timeline;
-use super::attention::{DecodeLimits, SPLIT};
+use super::attention::{DecodeCut, DecodeLimits, SPLIT, Sharing};
 use super::batch::DeviceKvLayout;
 use super::elementwise::TokenSource;
 use super::error::CudaError;
@@ -134,10 +135,15 @@ pub struct Draws<'a> {
     pub stride: usize,
 }
 
-/// Memory that partial results of decode attention may take.
-const PARTIAL_BYTES: usize = 512 << 20;
-/// The same of an exact decoder, which must have room for all rows that a step may have.
+/// What a step is recorded for: rows, and what they share.
+type Kind = (usize, Sharing);
+
+/// Memory that partial results of blocks that rows share may take.
+const SHARED_BYTES: usize = 128 << 20;
+/// Memory that partial results of decode attention may take in an exact decoder, which must have room for all rows that a step may have.
 const EXACT_BYTES: usize = 8 << 30;
+/// Cuts of a step's contexts, about, on a large GPU.
+const MOST_CUTS: usize = 512;
 /// Block copies of one launch.
 const COPIES: usize = 1024;
 
@@ -148,9 +154,9 @@ const COPIES: usize = 1024;
 #[derive(Debug)]
 pub struct Decoder<T: Half> {
     /// Before the memory that they use: what is recorded goes first.
-    graphs: HashMap<usize, Recorded>,
-    /// Sizes that ran once.
-    met: Vec<usize>,
+    graphs: HashMap<Kind, Recorded>,
+    /// Kinds that ran once.
+    met: Vec<Kind>,
     work: Work<T>,
     limits: DecoderLimits,
     stream: Stream,
@@ -221,11 +227,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
         let width = 4 * shape.hidden + shape.qkv_width() + shape.query_width() + 3 * shape.ffn;
         let logits = limits.wanted * shape.vocabulary * size_of::<f32>();
         let draws = limits.draws * (64 << 10);
-        limits.tokens * width * size_of::<T>()
-            + logits
-            + draws
-            + units(shape, limits) * unit_bytes(shape)
-            + (128 << 20)
+        limits.tokens * width * size_of::<T>() + logits + draws + cut_bytes(shape, limits) + (128 << 20)
     }
 
     /// Weights and KV arena.
@@ -273,19 +275,23 @@ impl<T: Half + GemmOutput> Decoder<T> {
     fn single(&mut self, step: &DecoderStep<'_>) -> Result<(), CudaError> {
         let Self { work, stream, graphs, met, record, recordings, timeline, .. } = self;
         let size = bucket(step.rows.len());
-        work.together(stream, |work| work.set(stream, step, size))?;
-        if let Some(graph) = graphs.get(&size) {
+        let sharing = work.together(stream, |work| {
+            work.set(stream, step, size)?;
+            work.share(stream, size)
+        })?;
+        let kind = (size, sharing);
+        if let Some(graph) = graphs.get(&kind) {
             work.check_decode(size)?;
             timeline.start(stream)?;
             // SAFETY: all that was recorded lies in `work`, whose buffers are neither replaced nor freed before `graphs`. What proves that it
-            // stays inside was set for the same number of tokens and rows, within the same limits (`set`, `check_decode`).
+            // stays inside was set for the same number of tokens and rows, within the same limits (`set`, `share`, `check_decode`).
             return unsafe { graph.replay() };
         }
-        if *record && met.contains(&size) {
+        if *record && met.contains(&kind) {
             let (begun, (free, _)) = (Instant::now(), stream.device().memory()?);
             let recorded = Recorded::capture(stream, |stream| work.run(stream, size, size, Head::All));
             if let Ok(graph) = recorded {
-                let graph = graphs.entry(size).or_insert(graph);
+                let graph = graphs.entry(kind).or_insert(graph);
                 timeline.start(stream)?;
                 // SAFETY: as above; it was set for this step.
                 unsafe { graph.replay() }?;
@@ -302,7 +308,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
         work.run(stream, size, size, Head::All)?;
         // Its algorithms are chosen and its kernels loaded: nothing of that can be recorded.
         if *record {
-            met.push(size);
+            met.push(kind);
         }
         Ok(())
     }
@@ -312,7 +318,8 @@ impl<T: Half + GemmOutput> Decoder<T> {
         work.together(stream, |work| {
             work.set(stream, step, step.tokens.len())?;
             work.set_wanted(stream, step)?;
-            work.set_prefill(stream, decoded..step.rows.len())
+            work.set_prefill(stream, decoded..step.rows.len())?;
+            work.share(stream, decoded)
         })?;
         let head = if step.wanted.is_empty() { Head::None } else { Head::Wanted };
         timeline.start(stream)?;
@@ -426,9 +433,23 @@ fn unit_bytes(shape: &DecoderShape) -> usize {
     shape.kv_heads * group * (shape.head_dim + 2) * size_of::<f32>()
 }
 
-/// Units of decode work that there is room for.
-fn units(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
+/// Where contexts are cut, and room for their partial results.
+fn cut(shape: &DecoderShape, limits: &DecoderLimits) -> DecodeCut {
     let unit = unit_bytes(shape).max(1);
-    let most = if limits.exact { usize::MAX } else { PARTIAL_BYTES };
-    (partial_bytes(shape, limits.rows, limits.context).min(most) / unit).max(1)
+    let all = partial_bytes(shape, limits.rows, limits.context);
+    if limits.exact {
+        DecodeCut::Fixed { units: (all / unit).max(1) }
+    } else {
+        DecodeCut::Even { slots: (all.min(SHARED_BYTES) / unit).max(limits.rows) }
+    }
+}
+
+/// Bytes of those.
+fn cut_bytes(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
+    let slots = match cut(shape, limits) {
+        DecodeCut::Fixed { units } => units,
+        // A slot for each row and each cut, too.
+        DecodeCut::Even { slots } => slots + limits.rows + MOST_CUTS,
+    };
+    slots * unit_bytes(shape)
 }

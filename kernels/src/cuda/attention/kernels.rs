@@ -20,7 +20,7 @@ pub(super) fn size_index(head_dim: usize) -> Option<usize> {
 const FREE_SHARED: u32 = 48 << 10;
 
 /// Threads and bytes of shared memory of decode, as in `attention_decode.cu`.
-const DECODE: [(u32, u32); 5] = [(128, 67_088), (128, 69_136), (128, 54_800), (128, 67_088), (64, 66_832)];
+const DECODE: [(u32, u32); 5] = [(128, 67_216), (128, 69_264), (128, 54_928), (128, 67_216), (64, 66_960)];
 
 /// Packed rows, threads and bytes of shared memory of prefill, as in `attention_prefill.cu`.
 const PREFILL: [(u32, u32, u32); 5] =
@@ -35,17 +35,35 @@ const PREFILL_SM90: [&[(u32, u32, u32)]; 5] = [
     &[(128, 384, 196_672)],
 ];
 
+/// As [`PREFILL`], in `attention_shared.cu`, and in `attention_shared_sm90.cu` where that has one.
+const SHARED: [(u32, u32, u32); 5] = PREFILL;
+const SHARED_SM90: [Option<(u32, u32, u32)>; 5] =
+    [Some((128, 384, 81_984)), None, None, Some((128, 384, 163_968)), Some((128, 384, 196_672))];
+
 /// All attention kernels. Pairs are by [`Half::INDEX`], lists by [`size_index`].
 pub(in crate::cuda) struct AttentionKernels {
     pub(super) plan: CudaFunction,
+    pub(super) plan_lanes: CudaFunction,
     pub(super) decode: Vec<DecodeKernel>,
     /// Tiles with most rows first.
     pub(super) prefill: Vec<Vec<PrefillKernel>>,
+    pub(super) shared: Vec<SharedKernel>,
 }
 
 pub(super) struct DecodeKernel {
     pub(super) decode: [CudaFunction; 2],
     pub(super) combine: [CudaFunction; 2],
+    pub(super) threads: u32,
+    pub(super) shared: u32,
+    /// Blocks that a multiprocessor holds.
+    pub(super) resident: u32,
+}
+
+/// For what large groups share.
+pub(super) struct SharedKernel {
+    pub(super) functions: [CudaFunction; 2],
+    /// Packed rows of a tile.
+    pub(super) rows: u32,
     pub(super) threads: u32,
     pub(super) shared: u32,
     /// Blocks that a multiprocessor holds.
@@ -77,12 +95,21 @@ impl AttentionKernels {
                 .collect(),
             _ => Ok(vec![PrefillKernel::load(&prefill, index)?]),
         };
+        let shared = context.load_module(fatbin!("attention_shared"))?;
+        let shared_sm90 =
+            hopper.then(|| context.load_module(fatbin!("attention_shared_sm90"))).transpose()?;
+        let of_groups = |index: usize| match (&shared_sm90, SHARED_SM90[index]) {
+            (Some(module), Some(tile)) => SharedKernel::load(module, "shared_sm90", index, tile),
+            (Some(_) | None, _) => SharedKernel::load(&shared, "shared", index, SHARED[index]),
+        };
         Ok(Self {
             plan: decode.load_function("pagedd_attention_decode_plan")?,
+            plan_lanes: decode.load_function("pagedd_attention_decode_plan_lanes")?,
             decode: (0..SIZES.len())
                 .map(|index| DecodeKernel::load(&decode, index))
                 .collect::<Result<_, DriverError>>()?,
             prefill: (0..SIZES.len()).map(tiles).collect::<Result<_, DriverError>>()?,
+            shared: (0..SIZES.len()).map(of_groups).collect::<Result<_, DriverError>>()?,
         })
     }
 }
@@ -95,6 +122,21 @@ impl DecodeKernel {
         let resident =
             decode[0].occupancy_max_active_blocks_per_multiprocessor(threads, shared as usize, None)?;
         Ok(Self { decode, combine, threads, shared, resident: resident.max(1) })
+    }
+}
+
+impl SharedKernel {
+    fn load(
+        module: &Arc<CudaModule>,
+        kind: &str,
+        index: usize,
+        (rows, threads, shared): (u32, u32, u32),
+    ) -> Result<Self, DriverError> {
+        let size = SIZES[index];
+        let functions = pair(module, shared, |name| format!("pagedd_attention_{kind}_{name}_d{size}"))?;
+        let resident =
+            functions[0].occupancy_max_active_blocks_per_multiprocessor(threads, shared as usize, None)?;
+        Ok(Self { functions, rows, threads, shared, resident: resident.max(1) })
     }
 }
 

@@ -38,6 +38,7 @@ fn rows_know_their_tokens_and_contexts_and_padding_has_none() {
     assert_eq!(batch.rows, [0, 2, 0, /* starts */ 0, 2, 3, 3, /* contexts */ 17, 5, 0]);
     assert_eq!(batch.row(1), BatchRow { table: 2, first_token: 2, tokens: 1, context: 5 });
     assert_eq!(batch.row(2), BatchRow { table: 0, first_token: 3, tokens: 0, context: 0 });
+    assert_eq!([0, 1, 2].map(|row| batch.table(row)), [&[7, 2][..], &[9], &[]]);
     // Refused rows leave it as it was.
     let bad = [KvRow { first_position: 0, tokens: 17, table: &second }];
     batch.lay_out(&layout(), 10, &bad, 20).unwrap_err();

@@ -5,10 +5,12 @@ use std::ops::Range;
 use pagedd_core::BlockId;
 
 use super::shape::{DecoderPlaces, DecoderShape, LayerPlaces, Place};
-use super::{COPIES, DecoderLimits, DecoderMemory, DecoderStep, units};
+use super::{COPIES, DecoderLimits, DecoderMemory, DecoderStep, cut};
 use crate::cpu::attention::AttentionShape;
 use crate::cpu::kv::KvRow;
-use crate::cuda::attention::{Attention, DecodeLimits, DecodePlan, PrefillPlan, decode, prefill};
+use crate::cuda::attention::{
+    Attention, DecodeCut, DecodeLimits, DecodePlan, PrefillPlan, Sharing, decode, prefill,
+};
 use crate::cuda::batch::{DeviceBatch, DeviceKvLayout, Indices};
 use crate::cuda::buffer::{Buffer, Plain, View};
 use crate::cuda::elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, silu_mul};
@@ -44,7 +46,7 @@ pub(super) struct Work<T: Half> {
     pub(super) memory: DecoderMemory,
     pub(super) shape: DecoderShape,
     pub(super) places: DecoderPlaces,
-    units: usize,
+    cut: DecodeCut,
     arena_bytes: usize,
     tokens: Tokens,
     batch: DeviceBatch,
@@ -95,7 +97,7 @@ impl<T: Half + GemmOutput> Work<T> {
                 return Err(ShapeError::Length { what, needed, found: buffer.len() }.into());
             }
         }
-        let units = units(&shape, &limits);
+        let cut = cut(&shape, &limits);
         let room = |width: usize| Buffer::zeroed(stream, product("scratch memory", &[tokens, width])?);
         let mut gemm = Gemm::new(stream)?;
         if exact {
@@ -103,13 +105,13 @@ impl<T: Half + GemmOutput> Work<T> {
         }
         let tables = product("block tables", &[rows, context.div_ceil(layout.block_size)])?;
         Ok(Self {
-            units,
+            cut,
             arena_bytes,
             tokens: Tokens::with_capacity(stream, tokens)?,
             batch: DeviceBatch::with_capacity(stream, layout, blocks, (tokens, rows, tables))?,
             wanted: Indices::with_capacity(stream, wanted)?,
             angles: DeviceAngles::new(stream, &shape.frequencies, shape.magnitude, tokens)?,
-            decode: DecodePlan::new(stream, &layout, shape.heads, DecodeLimits { rows, queries: 1, units })?,
+            decode: DecodePlan::new(stream, &layout, shape.heads, DecodeLimits { rows, queries: 1, cut })?,
             prefill: PrefillPlan::new(stream, &layout, shape.heads, (tokens, rows))?,
             copies: BlockCopies::with_capacity(stream, layout, blocks, COPIES)?,
             gemm,
@@ -144,7 +146,10 @@ impl<T: Half + GemmOutput> Work<T> {
     /// How many of `rows`, of a token each, decode has room for, from the first on.
     pub(super) fn attends(&self, rows: &[KvRow<'_>]) -> usize {
         let group = self.shape.heads / self.shape.kv_heads;
-        let mut left = self.units;
+        let mut left = match self.cut {
+            DecodeCut::Fixed { units } => units,
+            DecodeCut::Even { .. } => return rows.len(),
+        };
         rows.iter()
             .take_while(|row| {
                 let units = DecodeLimits::units_of(1, group, row.first_position as usize + 1);
@@ -156,18 +161,16 @@ impl<T: Half + GemmOutput> Work<T> {
     }
 
     /// Has what `set` uploads go to the device together.
-    pub(super) fn together(
+    pub(super) fn together<R>(
         &mut self,
         stream: &Stream,
-        set: impl FnOnce(&mut Self) -> Result<(), CudaError>,
-    ) -> Result<(), CudaError> {
+        set: impl FnOnce(&mut Self) -> Result<R, CudaError>,
+    ) -> Result<R, CudaError> {
         // SAFETY: buffers of `self` are set, which are neither freed nor replaced as long as it lives; kernels are queued behind.
         unsafe { self.ring.hold() }?;
-        if let Err(error) = set(self) {
-            self.ring.discard();
-            return Err(error);
-        }
-        self.ring.flush(stream)
+        let done = set(self).inspect_err(|_| self.ring.discard())?;
+        self.ring.flush(stream)?;
+        Ok(done)
     }
 
     /// Brings rows and tokens to the device, with padding up to `tokens` tokens.
@@ -190,6 +193,11 @@ impl<T: Half + GemmOutput> Work<T> {
 
     pub(super) fn set_prefill(&mut self, stream: &Stream, rows: Range<usize>) -> Result<(), CudaError> {
         self.prefill.set(stream, &mut self.ring, &self.batch, rows)
+    }
+
+    /// Finds what the first `rows` rows of the batch, which are decoded, share.
+    pub(super) fn share(&mut self, stream: &Stream, rows: usize) -> Result<Sharing, CudaError> {
+        self.decode.share(stream, &mut self.ring, &self.batch, 0..rows)
     }
 
     /// `Ok` where the first `rows` rows of the batch can be decoded.

@@ -62,7 +62,7 @@ fn buckets_hold_their_rows_and_waste_little() {
 }
 
 #[test]
-fn room_for_partial_results_is_what_the_longest_rows_need_up_to_a_limit() {
+fn room_for_partial_results_is_what_the_longest_rows_need_up_to_a_limit_unless_it_is_to_be_exact() {
     let limits = DecoderLimits {
         rows: 4,
         tokens: 64,
@@ -75,11 +75,13 @@ fn room_for_partial_results_is_what_the_longest_rows_need_up_to_a_limit() {
         exact: false,
     };
     let shape = shape(true, false);
-    assert_eq!(units(&shape, &limits), 4 * 4);
+    assert_eq!(cut(&shape, &limits), DecodeCut::Even { slots: 4 * 4 });
     let many = DecoderLimits { rows: 4096, context: 1 << 20, ..limits };
-    assert!(units(&shape, &many) * unit_bytes(&shape) <= PARTIAL_BYTES);
+    let DecodeCut::Even { slots } = cut(&shape, &many) else { panic!("cut evenly") };
+    assert!(slots >= 4096 && slots * unit_bytes(&shape) <= SHARED_BYTES, "{slots}");
     let exact = DecoderLimits { exact: true, ..many };
-    assert_eq!(units(&shape, &exact), 4096 * 4096);
+    assert_eq!(cut(&shape, &exact), DecodeCut::Fixed { units: 4096 * 4096 });
+    assert_eq!(cut_bytes(&shape, &exact), 4096 * 4096 * unit_bytes(&shape));
 }
 
 #[test]

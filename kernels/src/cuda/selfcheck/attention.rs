@@ -1,5 +1,6 @@
-//! Decode and prefill attention against double precision, and the promise that neighbours change no bits.
+//! Decode and prefill attention against double precision, and the promise that neighbours change no bits where it is given.
 
+use std::cell::{Cell, OnceCell};
 use std::ops::Range;
 
 use pagedd_core::BlockId;
@@ -8,8 +9,8 @@ use super::{Bench, Extent, Found, halves, word};
 use crate::cpu::attention::AttentionShape;
 use crate::cpu::kv::KvRow;
 use crate::cuda::{
-    Attention, Buffer, CudaError, DecodeLimits, DecodePlan, DeviceBatch, DeviceKvLayout, Graph, Half,
-    PrefillPlan, decode, prefill,
+    Attention, Buffer, CudaError, DecodeCut, DecodeLimits, DecodePlan, DeviceBatch, DeviceKvLayout, Graph,
+    Half, PrefillPlan, Sharing, decode, prefill,
 };
 
 /// Layers of an arena, and the one attended to. The others hold NaNs.
@@ -22,6 +23,9 @@ const PADDING: (usize, usize) = (3, 2);
 
 /// Positions that a row's last query sees, and its queries.
 type Sequence = (usize, usize);
+
+/// Sequences of one query: positions it sees, which earlier one it begins like, and for how many blocks.
+type Beginning = (usize, usize, usize);
 
 #[derive(Clone, Copy)]
 struct Shape {
@@ -59,6 +63,10 @@ pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), Cu
             problem.decodes(bench, extent)?;
             let problem = Problem::<T>::new(bench, shape(1, 3, 16, false), &[(70, 70), (330, 5)])?;
             problem.prefills(bench, extent)?;
+            let beginnings = [(9, 0, 0), (150, 0, 0), (170, 1, 8), (160, 1, 8), (100, 0, 0)];
+            Problem::<T>::sharing(bench, shape(1, 3, 16, false), &beginnings)?.shares(bench, false)?;
+            let large: Vec<Beginning> = (0..24).map(|i| (150 + i, 0, if i > 0 { 8 } else { 0 })).collect();
+            Problem::<T>::sharing(bench, shape(1, 3, 16, false), &large)?.shares(bench, true)?;
             continue;
         }
         for shape in
@@ -72,6 +80,43 @@ pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), Cu
             }
         }
         Problem::<T>::new(bench, shape(4, 1, 128, false), singles)?.decodes(bench, extent)?;
+        for shape in [
+            shape(2, 4, 16, false),
+            shape(1, 16, 512, true),
+            shape(3, 3, 64, false),
+            shape(2, 7, 32, true),
+            shape(2, 1, 128, false),
+        ] {
+            let blocks = |tokens: usize| tokens.div_ceil(shape.block_size);
+            let size = shape.block_size;
+            // A prompt's row, which is not decode's; pairs; a row by itself; a tree of several; one whose last block is full.
+            let some: Vec<Beginning> = vec![
+                (9, 0, 0),
+                (3 * blocks(200) * size + 1, 0, 0),
+                (3 * blocks(200) * size + 5, 1, 2 * blocks(200)),
+                (400, 0, 0),
+                (blocks(130) * size + 70, 1, blocks(130)),
+                (4 * blocks(200) * size, 2, 3 * blocks(200)),
+                (2 * blocks(300) * size + 16, 0, 0),
+                (2 * blocks(300) * size, 6, 2 * blocks(300) - 1),
+                (1, 0, 0),
+            ];
+            // More packed rows than tiles of the kernel for large groups have, behind what all have in common.
+            let many = |i: usize| match i {
+                0 => (blocks(130) * size + 3, 0, 0),
+                1..8 => (blocks(130) * size + 10 * i, 0, blocks(130)),
+                8 => (blocks(130) * size + blocks(300) * size + 1, 0, blocks(130)),
+                _ => ((blocks(130) + blocks(300)) * size + i, 8, blocks(130) + blocks(300)),
+            };
+            let many: Vec<Beginning> = (0..72).map(many).collect();
+            Problem::<T>::sharing(bench, shape, &some)?.shares(bench, false)?;
+            Problem::<T>::sharing(bench, shape, &many)?.shares(bench, true)?;
+        }
+        // Guesses are not for such plans; contexts that are cut anywhere are.
+        let uneven: Vec<Sequence> =
+            [(9, 9), (3000, 1), (1, 1), (64, 1), (65, 1), (1500, 1)].into_iter().collect();
+        Problem::<T>::new(bench, shape(2, 4, 16, false), &uneven)?.shares_nothing(bench)?;
+        Problem::<T>::new(bench, shape(4, 1, 128, false), singles)?.shares_nothing(bench)?;
     }
     Ok(())
 }
@@ -87,6 +132,9 @@ struct Problem<T: Half> {
     on_device: Buffer<u8>,
     /// Per sequence, `[queries][heads][head_dim]`.
     queries: Vec<Vec<T>>,
+    /// What the last plan that cuts evenly found.
+    found: Cell<Sharing>,
+    answers: OnceCell<Vec<Vec<f64>>>,
 }
 
 /// Queries of a sequence: the row of a batch.
@@ -101,12 +149,39 @@ enum Kernel {
     Decode,
     /// As decode, captured and replayed.
     Replay,
+    /// As both, by a plan that cuts evenly.
+    Even,
+    EvenReplay,
+    /// As the first, with the kernel for large groups also where it has little to do.
+    Tiles,
     /// One of those for this size of heads; `None`: as the size of the batch asks.
     Prefill(Option<usize>),
 }
 
 impl<T: Half> Problem<T> {
     fn new(bench: &Bench, shape: Shape, sequences: &[Sequence]) -> Result<Self, CudaError> {
+        let apart = vec![(0, 0); sequences.len()];
+        Self::beginning(bench, shape, sequences, &apart)
+    }
+
+    /// The first is a prompt's, as long as it says.
+    fn sharing(bench: &Bench, shape: Shape, rows: &[Beginning]) -> Result<Self, CudaError> {
+        let sequences: Vec<Sequence> = rows
+            .iter()
+            .enumerate()
+            .map(|(i, &(context, ..))| (context, if i > 0 { 1 } else { context.min(9) }))
+            .collect();
+        let beginnings: Vec<(usize, usize)> = rows.iter().map(|&(_, like, blocks)| (like, blocks)).collect();
+        Self::beginning(bench, shape, &sequences, &beginnings)
+    }
+
+    /// Each sequence begins with so many blocks of an earlier one.
+    fn beginning(
+        bench: &Bench,
+        shape: Shape,
+        sequences: &[Sequence],
+        beginnings: &[(usize, usize)],
+    ) -> Result<Self, CudaError> {
         let Shape { kv_heads, group, head_dim: d, block_size, by_layer } = shape;
         let blocks: Vec<usize> = sequences.iter().map(|&(context, _)| context.div_ceil(block_size)).collect();
         // One block is nobody's, and at the end of every table.
@@ -118,7 +193,13 @@ impl<T: Half> Problem<T> {
         let nobody = order[capacity as usize - 1];
         let mut free = order.iter().map(|&block| BlockId(block));
         let table = |&count: &usize| free.by_ref().take(count).chain([BlockId(nobody)]).collect();
-        let tables: Vec<Vec<BlockId>> = blocks.iter().map(table).collect();
+        let mut tables: Vec<Vec<BlockId>> = blocks.iter().map(table).collect();
+        for (index, &(like, blocks)) in beginnings.iter().enumerate() {
+            let (before, own) = tables.split_at_mut(index);
+            if let (Some(from), Some(to)) = (before.get(like), own.first_mut()) {
+                to[..blocks].copy_from_slice(&from[..blocks]);
+            }
+        }
         let layout = if by_layer {
             DeviceKvLayout::layers_outermost(LAYERS, kv_heads, d, block_size, capacity)?
         } else {
@@ -126,9 +207,12 @@ impl<T: Half> Problem<T> {
         };
         let mut arena = vec![UNTOUCHED; layout.arena_bytes(capacity)? / 2];
         for (index, &(context, _)) in sequences.iter().enumerate() {
-            let kv = halves::<T>(310 + index as u32, 2 * kv_heads * context * d);
+            // What it begins with is there.
+            let first = if index > 0 { beginnings[index].1 * block_size } else { 0 };
+            let own = context - first;
+            let kv = halves::<T>(310 + index as u32, 2 * kv_heads * own * d);
             for (row, data) in kv.chunks_exact(d).enumerate() {
-                let (head, position) = (row / context, row % context);
+                let (head, position) = (row / own, first + row % own);
                 let block = tables[index][position / block_size].0;
                 let at = layout.offset(block, LAYER, head / kv_heads, head % kv_heads, position % block_size);
                 for (to, x) in arena[at / 2..][..d].iter_mut().zip(data) {
@@ -149,6 +233,8 @@ impl<T: Half> Problem<T> {
             arena,
             on_device: bench.copy(&bytes)?,
             queries: sequences.iter().enumerate().map(queries).collect(),
+            found: Cell::default(),
+            answers: OnceCell::new(),
         })
     }
 
@@ -217,14 +303,25 @@ impl<T: Half> Problem<T> {
                 plan.set_tile(stream, &mut bench.ring, &batch, skipped..rows.len(), tile)?;
                 prefill(stream, &plan, args)?;
             }
-            Kernel::Decode | Kernel::Replay => {
+            Kernel::Decode | Kernel::Replay | Kernel::Even | Kernel::EvenReplay | Kernel::Tiles => {
                 let planned = skipped..rows.len() + PADDING.1;
-                let mut plan = DecodePlan::new(stream, &self.layout, heads, self.limits(&parts[skipped..]))?;
+                let mut limits = self.limits(&parts[skipped..]);
+                let even = !matches!(kernel, Kernel::Decode | Kernel::Replay);
+                if even {
+                    limits.cut = DecodeCut::Even { slots: 16 * parts.len() };
+                }
+                let mut plan = DecodePlan::new(stream, &self.layout, heads, limits)?;
+                if kernel == Kernel::Tiles {
+                    plan.prefer_tiles();
+                }
+                if even {
+                    self.found.set(plan.share(stream, &mut bench.ring, &batch, planned.clone())?);
+                }
                 let queue = |stream: &_| {
                     plan.set(stream, &batch, planned)?;
                     decode(stream, &mut plan, args)
                 };
-                if kernel == Kernel::Replay {
+                if matches!(kernel, Kernel::Replay | Kernel::EvenReplay) {
                     let graph = Graph::capture(stream, queue)?;
                     graph.replay()?;
                     stream.synchronize()?;
@@ -247,8 +344,38 @@ impl<T: Half> Problem<T> {
         DecodeLimits {
             rows: parts.len() + PADDING.1,
             queries: parts.iter().map(|part| part.queries.len()).max().unwrap_or(1),
-            units: parts.iter().map(units).sum(),
+            cut: DecodeCut::Fixed { units: parts.iter().map(units).sum() },
         }
+    }
+
+    /// Rows that begin alike, read together; by the kernel for large groups too, if there are any.
+    fn shares(&self, bench: &mut Bench, large: bool) -> Result<(), CudaError> {
+        self.evenly(bench)?;
+        let count = usize::from(self.found.get() == Sharing::None);
+        bench.report("decode", self.name(", found to share"), Found::Different { count, of: 1 });
+        if large {
+            let out = self.run(bench, Kernel::Tiles, &self.all(), 1)?;
+            self.judge(bench, "decode", self.name(", in tiles"), &out, 1);
+            let count = usize::from(!matches!(self.found.get(), Sharing::Some { tiles: 1.. }));
+            bench.report("decode", self.name(", found to fill tiles"), Found::Different { count, of: 1 });
+        }
+        Ok(())
+    }
+
+    fn shares_nothing(&self, bench: &mut Bench) -> Result<(), CudaError> {
+        self.evenly(bench)?;
+        let count = usize::from(self.found.get() != Sharing::None);
+        bench.report("decode", self.name(", found to share nothing"), Found::Different { count, of: 1 });
+        Ok(())
+    }
+
+    fn evenly(&self, bench: &mut Bench) -> Result<(), CudaError> {
+        let out = self.run(bench, Kernel::Even, &self.all(), 1)?;
+        self.judge(bench, "decode", self.name(", together"), &out, 1);
+        let replayed = self.run(bench, Kernel::EvenReplay, &self.all(), 1)?;
+        let count = usize::from(replayed != out);
+        bench.report("decode", self.name(", together, replayed"), Found::Different { count, of: 1 });
+        Ok(())
     }
 
     fn decodes(&self, bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
@@ -302,7 +429,7 @@ impl<T: Half> Problem<T> {
                 continue;
             }
             let got: Vec<f64> = got.flatten().map(|&bits| T::of_bits(bits).to_f64()).collect();
-            let want = self.reference(sequence);
+            let want = &self.answers()[sequence];
             for (got, want) in got.chunks_exact(d).zip(want.chunks_exact(d)) {
                 let off: f64 = got.iter().zip(want).map(|(g, w)| (g - w) * (g - w)).sum();
                 let norm: f64 = want.iter().map(|w| w * w).sum();
@@ -312,6 +439,12 @@ impl<T: Half> Problem<T> {
         stray += tokens.flatten().filter(|&&bits| bits != UNTOUCHED).count();
         bench.report(kernel, name.clone(), Found::Error(worst));
         bench.report(kernel, name + ", rest", Found::Different { count: stray, of: out.len() });
+    }
+
+    /// Of each sequence.
+    fn answers(&self) -> &[Vec<f64>] {
+        self.answers
+            .get_or_init(|| (0..self.sequences.len()).map(|sequence| self.reference(sequence)).collect())
     }
 
     /// `[queries][heads][head_dim]` of a sequence in double precision.
