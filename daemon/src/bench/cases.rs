@@ -35,13 +35,14 @@ impl Bench<'_> {
     /// # Errors
     /// An option does not fit the model, or the run failed.
     pub fn throughput(&mut self, case: &Throughput) -> anyhow::Result<Row> {
-        let Throughput { requests, input_len, output_len, .. } = *case;
+        let Throughput { requests, choices, input_len, output_len, .. } = *case;
         self.check_length("--input-len and --output-len", input_len, output_len)?;
         self.warm_up(input_len, requests)?;
         let prompts = (0..requests).map(|_| self.tokens(input_len)).collect();
-        let asked = self.asked(prompts, output_len);
+        let asked = Asked { choices, ..self.asked(prompts, output_len) };
         let mut row = vec![
             shown("num_requests", "requests", requests),
+            kept("choices", choices),
             shown("max_num_seqs", "batch", self.model.max_num_seqs),
             shown("input_len", "in", input_len),
             shown("output_len", "out", output_len),
@@ -75,6 +76,7 @@ impl Bench<'_> {
 
     fn all_at_once(&mut self, asked: Asked) -> anyhow::Result<Row> {
         let requests = asked.prompts.len() as u64;
+        let sequences = requests * u64::from(asked.choices);
         let prompts: u64 = asked.prompts.iter().map(|(prompt, _)| prompt.len() as u64).sum();
         let before = self.rig.moment();
         let start = self.rig.begin(asked)?;
@@ -97,7 +99,7 @@ impl Bench<'_> {
             shown("tokens_per_second", "tok/s", rate(prompts + round.tokens)),
             kept("total_num_tokens", prompts + round.tokens),
             shown("cached_tokens", "cached", round.cached),
-            kept("preemptions", round.begun.saturating_sub(requests)),
+            kept("preemptions", round.begun.saturating_sub(sequences)),
             kept("step_ms_p50", Value::real(median(&intervals), 4)),
             kept("step_ms_p99", Value::real(percentile(&intervals, 0.99), 4)),
             shown("step_ms", "step ms", Value::real(step_ms, 3)),
@@ -202,7 +204,7 @@ impl Bench<'_> {
     fn asked(&mut self, prompts: Vec<Vec<TokenId>>, tokens: u32) -> Asked {
         let temperature = self.run.temperature;
         let prompts = prompts.into_iter().map(|prompt| (prompt, self.draw.sampling(temperature))).collect();
-        Asked { prompts, tokens }
+        Asked { prompts, choices: 1, tokens }
     }
 
     /// Names the options where a sequence would be too long.

@@ -59,10 +59,10 @@ impl Case {
         }
     }
 
-    /// Requests of a row at a time, the most of all rows.
-    fn most_requests(&self) -> u32 {
+    /// Sequences of a row at a time, the most of all rows.
+    fn most_sequences(&self) -> u32 {
         match self {
-            Self::Throughput(case) => case.requests,
+            Self::Throughput(case) => case.requests.saturating_mul(case.choices),
             Self::Latency(case) => case.batch.iter().copied().max().unwrap_or(1),
             Self::Prefix(case) => case.requests,
         }
@@ -76,8 +76,8 @@ impl Case {
     /// Sequences that run at a time where nobody says how many may.
     fn seats(&self) -> u32 {
         match self {
-            Self::Latency(_) => self.most_requests(),
-            Self::Throughput(_) | Self::Prefix(_) => self.most_requests().min(SEATS),
+            Self::Latency(_) => self.most_sequences(),
+            Self::Throughput(_) | Self::Prefix(_) => self.most_sequences().min(SEATS),
         }
     }
 }
@@ -91,6 +91,9 @@ pub struct Throughput {
     /// Requests
     #[arg(long, value_name = "N", default_value = "1000", value_parser = count(1_000_000))]
     pub requests: u32,
+    /// Answers to each prompt
+    #[arg(long, value_name = "N", default_value = "1", value_parser = count(MOST_CHOICES))]
+    pub choices: u32,
     /// Tokens of a prompt
     #[arg(long, value_name = "N", default_value = "512", value_parser = count(MOST_TOKENS))]
     pub input_len: u32,
@@ -150,6 +153,8 @@ pub struct SharedPrefix {
 
 /// Most sequences that a configuration lets run.
 const MOST_SEATS: u32 = 4_096;
+/// Most answers to a prompt.
+const MOST_CHOICES: u32 = 128;
 /// Longest sequence that a configuration allows.
 const MOST_TOKENS: u32 = 16_777_216;
 
@@ -304,7 +309,7 @@ impl Case {
             model.prefix_cache = switch == Switch::On;
         }
         // They wait for their first step all at once.
-        model.max_queued_requests = model.max_queued_requests.max(self.most_requests());
+        model.max_queued_requests = model.max_queued_requests.max(self.most_sequences());
         Ok(config)
     }
 

@@ -77,6 +77,8 @@ pub struct Processor {
 pub struct Asked {
     /// A request each.
     pub prompts: Vec<(Vec<TokenId>, SamplingParams)>,
+    /// Answers to each.
+    pub choices: u32,
     /// Tokens of each answer.
     pub tokens: u32,
 }
@@ -171,7 +173,7 @@ impl Rig {
             id: id(number),
             tenant: TENANT,
             prompt,
-            n: 1,
+            n: asked.choices,
             max_tokens: Tokens(asked.tokens),
             stop_ids: Vec::new(),
             sampling,

@@ -53,6 +53,7 @@ fn as_many_sequences_run_as_there_are_requests_up_to_a_bound() {
     let seats = |line: &str| model(&format!("{line} --path {FILE}")).expect("it holds").max_num_seqs;
     assert_eq!(seats("throughput"), 256);
     assert_eq!(seats("throughput --requests 4"), 4);
+    assert_eq!(seats("throughput --requests 4 --choices 4"), 16);
     assert_eq!(seats("prefix --requests 4000 --max-num-seqs 1024"), 1024);
     let budget =
         |line: &str| model(&format!("{line} --path {FILE}")).expect("it holds").max_num_batched_tokens.0;
@@ -104,6 +105,7 @@ fn options_out_of_range_are_refused_by_name() {
         ("throughput --temperature -1", "--temperature"),
         ("throughput --temperature NaN", "--temperature"),
         ("throughput --requests 0", "--requests"),
+        ("throughput --choices 0", "--choices"),
         ("prefix --prefix-cache maybe", "--prefix-cache"),
         ("prefix --budget 0", "--budget"),
         ("latency --limit 0", "--limit"),
