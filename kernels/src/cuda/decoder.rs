@@ -10,6 +10,7 @@
 //! recorded and replayed: queueing some hundred kernels takes the host longer than some models take the device.
 #![allow(unsafe_code)]
 
+mod few;
 mod forward;
 mod shape;
 #[cfg(test)]
@@ -28,6 +29,7 @@ use self::forward::{Head, Work};
 use self::timeline::Timeline;
 use super::attention::{DecodeLimits, SPLIT};
 use super::batch::DeviceKvLayout;
+use super::buffer::View;
 use super::elementwise::TokenSource;
 use super::error::CudaError;
 use super::gemm::GemmOutput;
@@ -372,6 +374,11 @@ impl<T: Half + GemmOutput> Decoder<T> {
     /// The device failed.
     pub fn idle_us(&self, ticket: Ticket) -> Result<Option<f64>, CudaError> {
         self.timeline.idle_us(ticket.step)
+    }
+
+    /// Logits of the last step, `[wanted][vocabulary]`.
+    pub(super) fn logits(&self) -> View<'_, f32> {
+        self.work.logits.all()
     }
 
     /// Steps that are recorded.
