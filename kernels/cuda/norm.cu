@@ -1,4 +1,5 @@
 // Residual addition and RMSNorm in one pass over a row.
+#include "attention/tensor.cuh"
 #include "common.cuh"
 
 struct NormArgs {
@@ -17,6 +18,9 @@ constexpr unsigned NORM_PACKS = 4;
 // x' = x + delta; out = round(x' / sqrt(mean(x'^2) + epsilon) * weight). One block per row.
 template <class T> __device__ __forceinline__ void add_rms_norm(const NormArgs& a) {
     __shared__ float scratch[WARP];
+    // The next one's blocks may come and read weights ahead; and this one may have come itself while the one before it ran.
+    pagedd::let_next_kernel_start();
+    pagedd::wait_for_previous_kernel();
     const size_t row = a.rows ? a.rows[blockIdx.x] : blockIdx.x;
     float* x = a.x + row * a.hidden;
     const T* delta = a.delta ? static_cast<const T*>(a.delta) + row * a.hidden : nullptr;

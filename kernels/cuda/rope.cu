@@ -1,4 +1,5 @@
 // Rotary embedding, and keys and values into the blocks of their sequences.
+#include "attention/tensor.cuh"
 #include "common.cuh"
 
 struct AngleArgs {
@@ -68,6 +69,8 @@ template <class T> __device__ __forceinline__ void turn(float* low, float* high,
 
 // One block per token. A thread takes eight pairs of a head: two packs, in halves of the head or side by side.
 template <class T> __device__ __forceinline__ void rope_into_kv(const RopeArgs& a) {
+    pagedd::let_next_kernel_start();
+    pagedd::wait_for_previous_kernel();
     const unsigned token = blockIdx.x, units = a.head_dim / 16;
     const unsigned all_heads = a.heads + 2 * a.kv_heads;
     const T* from = static_cast<const T*>(a.qkv) + size_t(token) * a.qkv_stride;

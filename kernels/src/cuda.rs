@@ -22,6 +22,7 @@ mod rope;
 mod sample;
 pub mod selfcheck;
 mod shared;
+pub mod small_rows;
 mod stream;
 
 pub use attention::{Attention, DecodeCut, DecodeLimits, DecodePlan, PrefillPlan, Sharing, decode, prefill};

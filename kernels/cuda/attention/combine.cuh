@@ -41,6 +41,8 @@ __device__ __forceinline__ void combine_attention(const DecodeParams& params) {
     const int kv_heads = params.kv.kv_heads;
     const int kv_head = blockIdx.x % kv_heads;
     const DecodeTile tile = params.tiles[blockIdx.x / kv_heads];
+    // What multiplies next may read its weights meanwhile.
+    let_next_kernel_start();
     // Also where there is nothing to do: this kernel must not end before the one that the next kernel relies on.
     wait_for_previous_kernel();
     if (tile.splits == 0) {

@@ -1,8 +1,9 @@
-//! Times GPU kernels on the shapes of real models: `cuda_bench gemm`, `cuda_bench layers`, `cuda_bench sampling`, `cuda_bench attention`.
+//! Times GPU kernels on the shapes of real models: `cuda_bench gemm`, `few`, `layers`, `sampling` or `attention`.
 //!
 //! Every number is of replayed graphs, by events of the device; weights rotate past the second-level cache.
 
 mod attention;
+mod few;
 
 use std::process::ExitCode;
 
@@ -20,11 +21,12 @@ fn main() -> ExitCode {
     let what = std::env::args().nth(1).unwrap_or_default();
     let run = match what.as_str() {
         "gemm" => gemm,
+        "few" => few::few,
         "layers" => layers,
         "sampling" => sampling,
         "attention" => attention::attention,
         _ => {
-            eprintln!("cuda_bench gemm | layers | sampling | attention");
+            eprintln!("cuda_bench gemm | few | layers | sampling | attention");
             return ExitCode::from(2);
         }
     };

@@ -11,6 +11,7 @@
 //! blocks are recorded apart from those whose rows do not.
 #![allow(unsafe_code)]
 
+mod few;
 mod forward;
 mod shape;
 #[cfg(test)]
@@ -29,6 +30,7 @@ use self::forward::{Head, Work};
 use self::timeline::Timeline;
 use super::attention::{DecodeCut, DecodeLimits, SPLIT, Sharing};
 use super::batch::DeviceKvLayout;
+use super::buffer::View;
 use super::elementwise::TokenSource;
 use super::error::CudaError;
 use super::gemm::GemmOutput;
@@ -379,6 +381,11 @@ impl<T: Half + GemmOutput> Decoder<T> {
     /// The device failed.
     pub fn idle_us(&self, ticket: Ticket) -> Result<Option<f64>, CudaError> {
         self.timeline.idle_us(ticket.step)
+    }
+
+    /// Logits of the last step, `[wanted][vocabulary]`.
+    pub(super) fn logits(&self) -> View<'_, f32> {
+        self.work.logits.all()
     }
 
     /// Steps that are recorded.

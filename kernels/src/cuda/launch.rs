@@ -13,6 +13,7 @@ use half::{bf16, f16};
 use super::attention::AttentionKernels;
 use super::buffer::Plain;
 use super::error::{CudaError, during};
+use super::small_rows::SmallRowsKernels;
 use super::stream::Stream;
 
 /// Elements of activations, weights and KV: 16 bits.
@@ -97,6 +98,7 @@ pub(super) struct Kernels {
     pub(super) draw: CudaFunction,
     pub(super) log_softmax_top: CudaFunction,
     pub(super) attention: AttentionKernels,
+    pub(super) small_rows: Option<SmallRowsKernels>,
 }
 
 /// The compiled form of `kernels/cuda/$name.cu`.
@@ -140,6 +142,7 @@ impl Kernels {
             draw: sample.load_function("draw")?,
             log_softmax_top: sample.load_function("log_softmax_top")?,
             attention: AttentionKernels::load(context)?,
+            small_rows: SmallRowsKernels::load(context)?,
         })
     }
 }

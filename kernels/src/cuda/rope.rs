@@ -4,8 +4,9 @@
 use super::batch::DeviceBatch;
 use super::buffer::{Buffer, View, ViewMut};
 use super::error::CudaError;
-use super::launch::{Grid, Half, Params, launch};
+use super::launch::{Grid, Half, Params, launch, launch_early};
 use super::norm::{PACK, blocks, dimension, warps};
+use super::small_rows::MOST_ROWS;
 use super::stream::Stream;
 use crate::cpu::ops::Pairing;
 use crate::error::{KvError, length, product};
@@ -181,6 +182,11 @@ pub fn rope_into_kv<T: Half>(stream: &Stream, args: RopeIntoKv<'_, T>) -> Result
     let units = all_heads * (d / (2 * PACK));
     let grid = Grid { blocks: (blocks("tokens", tokens)?, 1), threads: warps(units.min(512)), shared: 0 };
     let kernel = &stream.device().kernels().rope_into_kv[T::INDEX];
+    if tokens <= MOST_ROWS {
+        // Between products of few rows, which start early as well.
+        // SAFETY: as below; the kernel waits for the one before it first of all.
+        return unsafe { launch_early(stream, kernel, "RoPE and KV write", grid, params) };
+    }
     // SAFETY: a block per token, each within its row of `qkv`, `width` elements, and its row of turns, `d / 2`. Having the batch tells that
     // every token's row, position and block are inside the tables and the capacity; `layer` is one of the layout's, so that all writes are
     // inside the arena, whose length was checked. `qkv` and `arena` are borrowed mutably.

@@ -4,10 +4,12 @@
 //! kernel forgot is a NaN or a wrong byte. Twins compute in double precision from the same rounded inputs. **Never** measures time.
 
 mod attention;
+mod few;
 mod layers;
 mod products;
 mod sampling;
 mod shared;
+mod small_rows;
 
 use std::fmt;
 
@@ -92,6 +94,10 @@ pub fn run(device: &Device, extent: Extent) -> Result<Vec<Row>, CudaError> {
     attention::check::<f16>(&mut bench, extent)?;
     products::check::<bf16>(&mut bench, extent)?;
     products::check::<f16>(&mut bench, extent)?;
+    small_rows::check::<bf16>(&mut bench, extent)?;
+    small_rows::check::<f16>(&mut bench, extent)?;
+    few::check::<bf16>(&mut bench, extent)?;
+    few::check::<f16>(&mut bench, extent)?;
     shared::check(&mut bench, extent)?;
     bench.stream.synchronize()?;
     Ok(bench.rows)

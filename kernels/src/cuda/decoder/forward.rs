@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use pagedd_core::BlockId;
 
+use super::few;
 use super::shape::{DecoderPlaces, DecoderShape, LayerPlaces, Place};
 use super::{COPIES, DecoderLimits, DecoderMemory, DecoderStep, cut};
 use crate::cpu::attention::AttentionShape;
@@ -40,6 +41,15 @@ pub(super) enum Head {
     None,
 }
 
+/// Where what the last operator gave is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Residual {
+    /// In the residual stream.
+    Added,
+    /// Beside it, still to be added.
+    Beside,
+}
+
 /// Weights, arena, and buffers of a step, made once for the largest.
 #[derive(Debug)]
 pub(super) struct Work<T: Half> {
@@ -50,16 +60,18 @@ pub(super) struct Work<T: Half> {
     arena_bytes: usize,
     tokens: Tokens,
     batch: DeviceBatch,
-    wanted: Indices,
+    pub(super) wanted: Indices,
     angles: DeviceAngles,
     decode: DecodePlan,
     prefill: PrefillPlan,
     copies: BlockCopies,
     pub(super) gemm: Gemm,
+    /// Layers can multiply few rows with kernels of their own.
+    pub(super) few_rows: bool,
     pub(super) sampler: Sampler,
     pub(super) ring: PinnedRing,
     /// The residual stream: `[tokens][hidden]`.
-    x: Buffer<f32>,
+    pub(super) x: Buffer<f32>,
     /// What an operator adds to it.
     pub(super) delta: Buffer<T>,
     pub(super) normed: Buffer<T>,
@@ -115,6 +127,7 @@ impl<T: Half + GemmOutput> Work<T> {
             prefill: PrefillPlan::new(stream, &layout, shape.heads, (tokens, rows))?,
             copies: BlockCopies::with_capacity(stream, layout, blocks, COPIES)?,
             gemm,
+            few_rows: !exact && few::takes(stream.device(), &shape),
             sampler: Sampler::new(stream, shape.vocabulary, draws, ranks, adjustments)?,
             ring: PinnedRing::new(stream.device(), RING_SLOTS, RING_BYTES)?,
             x: Buffer::zeroed(stream, product("scratch memory", &[tokens, shape.hidden])?)?,
@@ -229,15 +242,40 @@ impl<T: Half + GemmOutput> Work<T> {
                 out: self.x.part_mut(0..tokens * hidden)?,
             },
         )?;
+        let few = self.takes_few(tokens);
         for index in 0..self.shape.layers {
             let places = self.places.layers[index];
-            self.attend(stream, tokens, decoded, index, places)?;
-            self.feed_forward(stream, tokens, places)?;
+            if few {
+                self.few_project_qkv(stream, tokens, places)?;
+                self.attend(stream, tokens, decoded, index, places)?;
+                self.few_behind_attention(stream, tokens, places)?;
+            } else {
+                self.project_qkv(stream, tokens, index, places)?;
+                self.attend(stream, tokens, decoded, index, places)?;
+                self.project_output(stream, tokens, places)?;
+                self.feed_forward(stream, tokens, places)?;
+            }
         }
-        self.head(stream, tokens, head)
+        self.head(stream, tokens, head, if few { Residual::Added } else { Residual::Beside })
     }
 
-    /// Attention of a layer, from the residual stream to what is added to it.
+    /// From the residual stream to queries, keys and values.
+    fn project_qkv(
+        &mut self,
+        stream: &Stream,
+        tokens: usize,
+        index: usize,
+        places: LayerPlaces,
+    ) -> Result<(), CudaError> {
+        self.norm(stream, tokens, places.attn_norm, index > 0)?;
+        let Self { memory, shape, gemm, normed, qkv, .. } = self;
+        let (hidden, width) = (shape.hidden, shape.qkv_width());
+        let of_qkv = GemmShape { inputs: hidden, outputs: width };
+        let x = normed.part(0..tokens * hidden)?;
+        gemm.multiply(stream, of_qkv, x, matrix(memory, places.qkv)?, &mut qkv.part_mut(0..tokens * width)?)
+    }
+
+    /// Attention of a layer, from queries, keys and values to what the heads give.
     fn attend(
         &mut self,
         stream: &Stream,
@@ -246,12 +284,8 @@ impl<T: Half + GemmOutput> Work<T> {
         index: usize,
         places: LayerPlaces,
     ) -> Result<(), CudaError> {
-        self.norm(stream, tokens, places.attn_norm, index > 0)?;
-        let Self { memory, shape, batch, gemm, normed, qkv, attended, delta, .. } = self;
-        let (hidden, width, query) = (shape.hidden, shape.qkv_width(), shape.query_width());
-        let of_qkv = GemmShape { inputs: hidden, outputs: width };
-        let x = normed.part(0..tokens * hidden)?;
-        gemm.multiply(stream, of_qkv, x, matrix(memory, places.qkv)?, &mut qkv.part_mut(0..tokens * width)?)?;
+        let Self { memory, shape, batch, qkv, attended, .. } = self;
+        let (width, query) = (shape.qkv_width(), shape.query_width());
         let arena = memory.offset..memory.offset + self.arena_bytes;
         // Bias and arena are of two buffers.
         let DecoderMemory { weights, kv, offset } = memory;
@@ -279,6 +313,18 @@ impl<T: Half + GemmOutput> Work<T> {
             let out = attended.part_mut(0..tokens * query)?;
             prefill(stream, &self.prefill, Attention { q, shape, batch, layer: index, arena, out })?;
         }
+        Ok(())
+    }
+
+    /// From what the heads give to what is added to the residual stream.
+    fn project_output(
+        &mut self,
+        stream: &Stream,
+        tokens: usize,
+        places: LayerPlaces,
+    ) -> Result<(), CudaError> {
+        let Self { memory, shape, gemm, attended, delta, .. } = self;
+        let (hidden, query) = (shape.hidden, shape.query_width());
         let of_output = GemmShape { inputs: query, outputs: hidden };
         let x = attended.part(0..tokens * query)?;
         gemm.multiply(
@@ -322,18 +368,28 @@ impl<T: Half + GemmOutput> Work<T> {
     }
 
     /// Logits.
-    fn head(&mut self, stream: &Stream, tokens: usize, head: Head) -> Result<(), CudaError> {
+    fn head(
+        &mut self,
+        stream: &Stream,
+        tokens: usize,
+        head: Head,
+        residual: Residual,
+    ) -> Result<(), CudaError> {
         let (rows, count) = match head {
             Head::None => return Ok(()),
             Head::All => (None, tokens),
             Head::Wanted => (Some(&self.wanted), self.wanted.len()),
         };
+        if residual == Residual::Added && head == Head::All {
+            return self.few_head(stream, tokens);
+        }
         let (hidden, vocabulary) = (self.shape.hidden, self.shape.vocabulary);
+        let delta = self.delta.part(0..tokens * hidden)?;
         add_rms_norm(
             stream,
             AddNorm {
                 x: self.x.part_mut(0..tokens * hidden)?,
-                delta: Some(self.delta.part(0..tokens * hidden)?),
+                delta: (residual == Residual::Beside).then_some(delta),
                 weight: view(&self.memory.weights, self.memory.offset, self.places.output_norm)?,
                 epsilon: self.shape.epsilon,
                 rows,
@@ -342,6 +398,9 @@ impl<T: Half + GemmOutput> Work<T> {
         )?;
         let of_head = GemmShape { inputs: hidden, outputs: vocabulary };
         let weights = matrix(&self.memory, self.places.output)?;
+        if self.takes_few(count) {
+            return self.few_logits(stream, count);
+        }
         let x = self.normed.part(0..count * hidden)?;
         self.gemm.multiply::<T, f32>(
             stream,
@@ -354,7 +413,11 @@ impl<T: Half + GemmOutput> Work<T> {
 }
 
 /// A tensor among the weights.
-fn view<E: Plain>(weights: &SharedBuffer, offset: usize, place: Place) -> Result<View<'_, E>, CudaError> {
+pub(super) fn view<E: Plain>(
+    weights: &SharedBuffer,
+    offset: usize,
+    place: Place,
+) -> Result<View<'_, E>, CudaError> {
     let first = offset + place.at;
     let bytes = product("weights", &[place.len, size_of::<E>()])?;
     let view = weights.all().part(first..first + bytes)?.cast::<E>()?;

@@ -24,7 +24,10 @@ impl<T: Half + GemmOutput> Decoder<T> {
         let most = self.limits.tokens.max(self.limits.rows);
         let mut rows = 1;
         loop {
-            self.work.tune(&self.stream, rows.min(most), self.limits.wanted)?;
+            // Few rows have kernels of their own.
+            if !self.work.takes_few(rows.min(most)) {
+                self.work.tune(&self.stream, rows.min(most), self.limits.wanted)?;
+            }
             if rows >= most {
                 return Ok(self.work.gemm.algorithms());
             }

@@ -1,0 +1,109 @@
+//! Layers of a step of few rows: products that norm, activate and add in the same launch.
+//!
+//! **Owns** which of a step's launches are one. **Never** serves an exact decoder: how such products add up depends on how many rows there are.
+
+use super::DecoderMemory;
+use super::forward::{Work, matrix, view};
+use super::shape::{DecoderShape, LayerPlaces, Place};
+use crate::cuda::buffer::Buffer;
+use crate::cuda::device::Device;
+use crate::cuda::error::CudaError;
+use crate::cuda::gemm::{GemmOutput, GemmShape};
+use crate::cuda::launch::Half;
+use crate::cuda::norm::{AddNorm, add_rms_norm};
+use crate::cuda::small_rows::{self, Ending, MOST_ROWS, Source, small_rows};
+use crate::cuda::stream::Stream;
+
+/// Whether all products of such a decoder are taken, where rows are few.
+pub(super) fn takes(device: &Device, shape: &DecoderShape) -> bool {
+    [shape.hidden, shape.query_width(), shape.ffn]
+        .into_iter()
+        .all(|inputs| small_rows::takes(device, inputs, MOST_ROWS))
+}
+
+impl<T: Half + GemmOutput> Work<T> {
+    /// Whether products of so many rows are taken.
+    pub(super) fn takes_few(&self, rows: usize) -> bool {
+        self.few_rows && (1..=MOST_ROWS).contains(&rows)
+    }
+
+    /// From the residual stream to queries, keys and values.
+    pub(super) fn few_project_qkv(
+        &mut self,
+        stream: &Stream,
+        tokens: usize,
+        places: LayerPlaces,
+    ) -> Result<(), CudaError> {
+        let Self { memory, shape, x, normed, qkv, .. } = self;
+        let (memory, shape) = (&*memory, &*shape);
+        let width = shape.qkv_width();
+        let of_qkv = GemmShape { inputs: shape.hidden, outputs: width };
+        let source = norm(stream, (memory, shape), tokens, places.attn_norm, (x, normed))?;
+        let ending = Ending::Store(qkv.part_mut(0..tokens * width)?);
+        small_rows(stream, of_qkv, &source, matrix(memory, places.qkv)?, &ending)
+    }
+
+    /// From what the heads give to the residual stream behind the layer.
+    pub(super) fn few_behind_attention(
+        &mut self,
+        stream: &Stream,
+        tokens: usize,
+        places: LayerPlaces,
+    ) -> Result<(), CudaError> {
+        let Self { memory, shape, x, normed, attended, activated, .. } = self;
+        let (memory, shape) = (&*memory, &*shape);
+        let (hidden, query, ffn) = (shape.hidden, shape.query_width(), shape.ffn);
+        let of_output = GemmShape { inputs: query, outputs: hidden };
+        let source = Source::Rows(attended.part(0..tokens * query)?);
+        let ending = Ending::Add(x.part_mut(0..tokens * hidden)?);
+        small_rows(stream, of_output, &source, matrix(memory, places.attn_output)?, &ending)?;
+
+        let of_gate_up = GemmShape { inputs: hidden, outputs: 2 * ffn };
+        let source = norm(stream, (memory, shape), tokens, places.ffn_norm, (&mut *x, normed))?;
+        let ending = Ending::Silu(activated.part_mut(0..tokens * ffn)?);
+        small_rows(stream, of_gate_up, &source, matrix(memory, places.gate_up)?, &ending)?;
+
+        let of_down = GemmShape { inputs: ffn, outputs: hidden };
+        let source = Source::Rows(activated.part(0..tokens * ffn)?);
+        let ending = Ending::Add(x.part_mut(0..tokens * hidden)?);
+        small_rows(stream, of_down, &source, matrix(memory, places.ffn_down)?, &ending)
+    }
+
+    /// Logits of all tokens.
+    pub(super) fn few_head(&mut self, stream: &Stream, tokens: usize) -> Result<(), CudaError> {
+        let Self { memory, shape, places, x, normed, logits, .. } = self;
+        let (memory, shape) = (&*memory, &*shape);
+        let of_head = GemmShape { inputs: shape.hidden, outputs: shape.vocabulary };
+        let source = norm(stream, (memory, shape), tokens, places.output_norm, (x, normed))?;
+        let ending = Ending::Single(logits.part_mut(0..tokens * shape.vocabulary)?);
+        small_rows(stream, of_head, &source, matrix(memory, places.output)?, &ending)
+    }
+
+    /// Logits of the first `count` normalised rows.
+    pub(super) fn few_logits(&mut self, stream: &Stream, count: usize) -> Result<(), CudaError> {
+        let Self { memory, shape, places, normed, logits, .. } = self;
+        let of_head = GemmShape { inputs: shape.hidden, outputs: shape.vocabulary };
+        let source = Source::Rows(normed.part(0..count * shape.hidden)?);
+        let ending = Ending::Single(logits.part_mut(0..count * shape.vocabulary)?);
+        small_rows(stream, of_head, &source, matrix(memory, places.output)?, &ending)
+    }
+}
+
+/// The residual stream, to be normalised in the product behind where it can be, else normalised now.
+fn norm<'a, T: Half>(
+    stream: &Stream,
+    (memory, shape): (&'a DecoderMemory, &DecoderShape),
+    tokens: usize,
+    weight: Place,
+    (x, normed): (&'a mut Buffer<f32>, &'a mut Buffer<T>),
+) -> Result<Source<'a, T>, CudaError> {
+    let range = 0..tokens * shape.hidden;
+    let weight = view(&memory.weights, memory.offset, weight)?;
+    let epsilon = shape.epsilon;
+    if small_rows::takes_normed(stream.device(), shape.hidden, tokens) {
+        return Ok(Source::Normed { x: x.part(range)?, weight, epsilon });
+    }
+    let (x, out) = (x.part_mut(range.clone())?, normed.part_mut(range.clone())?);
+    add_rms_norm(stream, AddNorm { x, delta: None, weight, epsilon, rows: None, out })?;
+    Ok(Source::Rows(normed.part(range)?))
+}

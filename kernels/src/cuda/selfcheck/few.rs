@@ -1,0 +1,112 @@
+//! Steps of few rows, whose products are kernels of their own, against an exact decoder, whose products are the library's.
+
+use pagedd_core::BlockId;
+
+use super::{Bench, Extent, Found, worst};
+use crate::Pairing;
+use crate::cpu::kv::KvRow;
+use crate::cuda::small_rows::takes;
+use crate::cuda::{
+    CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep,
+    DeviceKvLayout, GemmOutput, Half, Place, SharedBuffer, Stream, TokenSource, fill_normal,
+};
+
+/// Tokens of a row: the step of the third is a recorded one.
+const STEPS: u32 = 3;
+const VOCABULARY: usize = 1024;
+const BLOCKS: u32 = 16;
+
+pub(super) fn check<T: Half + GemmOutput>(bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
+    let shape = shape();
+    if !takes(bench.stream.device(), shape.hidden, 1) {
+        return Ok(());
+    }
+    let rows: &[usize] = if extent == Extent::Full { &[1, 2, 4, 6, 8, 12, 16] } else { &[1, 4] };
+    let mut few = decoder::<T>(&bench.stream, &shape, false)?;
+    let mut exact = decoder::<T>(&bench.stream, &shape, true)?;
+    for &rows in rows {
+        let [got, want] = [&mut few, &mut exact].map(|decoder| logits(&bench.stream, decoder, rows));
+        // Roundings of a few layers, on logits of about 1.
+        let allowed = want?.into_iter().map(|logit| (f64::from(logit), 16.0 * T::ROUNDING));
+        let error = worst(&got?, f64::from, allowed);
+        bench.report("few rows", format!("{} steps of {rows} rows", T::NAME), Found::Error(error));
+    }
+    Ok(())
+}
+
+fn shape() -> DecoderShape {
+    DecoderShape {
+        layers: 3,
+        hidden: 576,
+        ffn: 1536,
+        heads: 9,
+        kv_heads: 3,
+        head_dim: 64,
+        vocabulary: VOCABULARY,
+        tied: false,
+        bias: true,
+        epsilon: 1e-5,
+        frequencies: (0..32).map(|i| 1.0 / (1.0 + i as f32)).collect(),
+        magnitude: 1.0,
+        pairing: Pairing::Halves,
+    }
+}
+
+/// A decoder with random matrices; norms are ones, biases zeros.
+fn decoder<T: Half + GemmOutput>(
+    stream: &Stream,
+    shape: &DecoderShape,
+    exact: bool,
+) -> Result<Decoder<T>, CudaError> {
+    let places = DecoderPlaces::new(shape)?;
+    let layout = DeviceKvLayout::blocks_outermost(shape.layers, shape.kv_heads, shape.head_dim, 16)?;
+    let mut weights = SharedBuffer::create(stream.device(), places.bytes)?;
+    let mut kv = SharedBuffer::create(stream.device(), layout.arena_bytes(BLOCKS)?)?;
+    fill_normal::<T>(stream, 7, 0.04, &mut weights.all_mut().part(0..places.bytes)?.cast()?)?;
+    kv.all_mut().fill_bytes(stream, 0xff)?;
+    let mut set = |place: Place, value: f32| -> Result<(), CudaError> {
+        let bytes = place.at..place.at + place.len * size_of::<f32>();
+        weights.all_mut().part(bytes)?.cast::<f32>()?.copy_from(stream, &vec![value; place.len])
+    };
+    set(places.output_norm, 1.0)?;
+    for layer in &places.layers {
+        set(layer.attn_norm, 1.0)?;
+        set(layer.ffn_norm, 1.0)?;
+        if let Some(bias) = layer.bias {
+            set(bias, 0.0)?;
+        }
+    }
+    let limits = DecoderLimits {
+        rows: 16,
+        tokens: 16,
+        wanted: 16,
+        draws: 16,
+        ranks: 1,
+        adjustments: 1,
+        context: 16,
+        blocks: BLOCKS,
+        exact,
+    };
+    Decoder::new(stream, shape.clone(), layout, DecoderMemory { weights, kv, offset: 0 }, limits)
+}
+
+/// Logits of each row's last token.
+fn logits<T: Half + GemmOutput>(
+    stream: &Stream,
+    decoder: &mut Decoder<T>,
+    rows: usize,
+) -> Result<Vec<f32>, CudaError> {
+    let tables: Vec<[BlockId; 1]> = (0..BLOCKS).map(|block| [BlockId(block)]).collect();
+    let wanted: Vec<u32> = (0..rows as u32).collect();
+    for position in 0..STEPS {
+        let all: Vec<KvRow<'_>> =
+            tables[..rows].iter().map(|table| KvRow { first_position: position, tokens: 1, table }).collect();
+        let tokens: Vec<TokenSource> = wanted
+            .iter()
+            .map(|row| TokenSource::Known((row * 37 + position * 11) % VOCABULARY as u32))
+            .collect();
+        let step = DecoderStep { copies: &[], rows: &all, decoded: rows, tokens: &tokens, wanted: &wanted };
+        decoder.forward(&step)?;
+    }
+    decoder.logits().part(0..rows * VOCABULARY)?.to_vec(stream)
+}
