@@ -112,7 +112,7 @@ impl Form {
 /// The kernels, by form, then by ending, for both types.
 pub(super) struct SmallRowsKernels(Vec<[[CudaFunction; 2]; 4]>);
 
-/// Names of endings, by [`Ending::index`].
+/// Names of endings, by the first of [`Ending::parts`].
 const ENDINGS: [&str; 4] = ["store", "single", "add", "silu"];
 
 impl SmallRowsKernels {
