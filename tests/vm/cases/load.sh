@@ -1,5 +1,5 @@
 #!/bin/bash
-# A model that takes 200 s to load is left alone by the unit's own bounds: 90 s for a start, 30 s for the watchdog.
+# A model that takes 200 s to load, with a sign of progress in between, is left alone by the unit's bounds: 90 s for a start, 30 s for the watchdog.
 # layer: ns
 # seconds: 290
 # needs: programs tiny
@@ -7,7 +7,7 @@
 install_programs
 configure tiny " kv_memory: 4096 tokens" " threads: 1"
 mkdir -p /etc/systemd/system/pagedd.service.d
-printf '[Service]\nEnvironment=FAILPOINTS=worker-load=sleep(200000)\n' > /etc/systemd/system/pagedd.service.d/test.conf
+printf '[Service]\nEnvironment=FAILPOINTS=worker-load=sleep(100000);worker-mapped=sleep(100000)\n' > /etc/systemd/system/pagedd.service.d/test.conf
 systemctl daemon-reload
 shown() { systemctl show -P "$1" pagedd.service; }
 equal "TimeoutStartSec" 1min\ 30s "$(shown TimeoutStartUSec)"
