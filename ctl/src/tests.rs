@@ -508,7 +508,7 @@ fn a_daemon_that_is_not_there_exits_with_3_and_says_how_to_start_it() {
     assert_eq!(
         outcome.stderr,
         format!(
-            "error: pagedd is not running: no admin socket at {}\nhint: start it with `pagedd --config FILE`, \
+            "error: pagedd is not running: no admin socket at {}\nhint: start it: as a service with `systemctl start pagedd`, else with `pagedd --config FILE`; \
              or name its socket with --socket PATH\n",
             socket.display()
         )

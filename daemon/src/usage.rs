@@ -10,7 +10,7 @@ use std::time::Duration;
 use fail::fail_point;
 use pagedd_control::{ControlError, ErrorCode, UsageAsk, UsageBy, UsageReport, UsageRow};
 use pagedd_core::TenantId;
-use pagedd_journal::{Bill, DbError, JournalDb, Kept, LedgerId, UsageQuery};
+use pagedd_journal::{Bill, DbError, JournalDb, Kept, LedgerId, RECENT_S, UsageQuery};
 use tokio::sync::{Mutex, Notify, mpsc, oneshot};
 use tracing::warn;
 
@@ -26,8 +26,6 @@ const RETRY: Duration = Duration::from_mins(1);
 pub const AT_ONCE: u32 = 1024;
 /// How long a bill stays in the journal at least, in seconds: quotas by the minute need the last one after a restart.
 pub const KEPT_S: u64 = 120;
-/// What of it counts then, with what one second's rounding may hide.
-const RECENT_S: u64 = 62;
 /// Rows of a report: what fits a line of the admin protocol.
 const MOST_ROWS: usize = 50_000;
 

@@ -69,10 +69,10 @@ impl ClientError {
     pub fn remedy(&self) -> Option<String> {
         match self {
             Self::NotRunning { .. } => {
-                Some("start it with `pagedd --config FILE`, or name its socket with --socket PATH".to_owned())
+                Some("start it: as a service with `systemctl start pagedd`, else with `pagedd --config FILE`; or name its socket with --socket PATH".to_owned())
             }
             Self::PermissionDenied { path } => {
-                Some(format!("run as root, or as the user that owns {}", path.display()))
+                Some(format!("run as root, or as a member of the group of {}", path.display()))
             }
             Self::PathTooLong { .. } => Some("set a shorter `admin_socket` in pagedd.yaml".to_owned()),
             Self::TimedOut { .. } => Some("see the daemon's log".to_owned()),

@@ -443,7 +443,7 @@ fn a_daemon_that_is_not_there_is_named_by_its_socket() {
             format!("pagedd is not running: no admin socket at {}", path.display())
         );
         assert!(
-            error.remedy().unwrap().starts_with("start it with `pagedd --config FILE`, or name "),
+            error.remedy().unwrap().starts_with("start it: as a service with `systemctl start pagedd`, else with `pagedd --config FILE`; or name "),
             "{error}"
         );
     }
@@ -485,7 +485,7 @@ fn a_daemon_that_does_not_answer_is_given_up() {
 fn a_socket_that_this_user_may_not_use_is_said_to_be_one() {
     let error = ClientError::PermissionDenied { path: "/run/pagedd/admin.sock".into() };
     assert_eq!(error.to_string(), "permission denied on the admin socket /run/pagedd/admin.sock");
-    assert!(error.remedy().unwrap().contains("as the user that owns"), "{error}");
+    assert!(error.remedy().unwrap().contains("as a member of the group of"), "{error}");
     // A regular file in the socket's place is refused as a connection.
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("file");

@@ -35,7 +35,7 @@ impl Default for EngineConfig {
     }
 }
 
-/// How long an engine waits whose requests can't run before it looks again.
+/// How long an engine waits whose requests cannot run before it looks again.
 const IDLE_TURN: Duration = Duration::from_secs(1);
 
 /// A plan that was not applied yet.

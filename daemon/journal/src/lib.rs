@@ -35,7 +35,7 @@ pub use replay::{Damage, Kept, Replayed};
 pub use retention::{Expired, Retention};
 pub use saved::{Admission, Entry, Finish, Idempotency, OnLeave, SavedRequest, SavedSampling};
 pub use snapshot::{Snapshot, SnapshotRequest};
-pub use usage::{Bill, LedgerId, Payer, Usage};
+pub use usage::{Bill, LedgerId, Payer, RECENT_S, Usage};
 pub use writer::{Durability, JournalWriter, LossReason, Now};
 
 #[cfg(test)]

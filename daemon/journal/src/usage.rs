@@ -25,8 +25,8 @@ use std::sync::Arc;
 const HOUR: u64 = 3_600;
 /// So many sums of what could not be written are kept by the second; of more, those that no quota by the minute needs any more are by the hour.
 const MOST_UNBILLED: usize = 4_096;
-/// Quotas by the minute need what is no older, with what rounding may hide.
-const RECENT_S: u64 = 62;
+/// How old a bill may be, in seconds, that a quota by the minute needs: the minute, and what rounding may hide.
+pub const RECENT_S: u64 = 62;
 
 /// Names a journal: numbers of bills are its own.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
