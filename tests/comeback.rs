@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use pagedd_model::testing::{TinyModel, write_gguf};
 use pagedd_tests::daemon::{DRAIN, Daemon, Site, Tenant, model_yaml};
-use pagedd_tests::http::{Event, Events};
+use pagedd_tests::http::{Event, Events, Incoming};
 use pagedd_tests::process::kill_descendant;
 use pagedd_tests::wait;
 use serde_json::{Value, json};
@@ -33,10 +33,19 @@ fn body(first: u32, prompt: u32, max_tokens: u32) -> Value {
     })
 }
 
+/// The answer to a request, whatever it is, and the request's id.
+#[track_caller]
+fn ask(tenant: &Tenant, body: &Value) -> (Incoming, String) {
+    let answer = tenant.http.stream("/v1/completions", &[("pagedd-resumable", "1")], body);
+    let id = answer.header("pagedd-request-id").expect("pagedd-request-id").to_owned();
+    (answer, id)
+}
+
+/// A request whose stream has begun.
 #[track_caller]
 fn open(tenant: &Tenant, body: &Value) -> (Events, String) {
-    let mut events = tenant.http.stream("/v1/completions", &[("pagedd-resumable", "1")], body).events();
-    let id = events.header("pagedd-request-id").expect("pagedd-request-id").to_owned();
+    let (answer, id) = ask(tenant, body);
+    let mut events = answer.events();
     events.next().expect("it has begun");
     (events, id)
 }
@@ -90,8 +99,8 @@ fn a_request_with_which_daemons_end_in_a_later_step_is_set_aside_and_the_others_
     let acme = daemon.add_tenant_of("tiny", "acme", "0%", "100%");
     let (_first, before) = open(&acme, &body(200, 20, 900));
     let (_second, beside) = open(&acme, &body(200, 20, 900));
-    // The last: daemons may begin to end before it is answered for.
-    let (_third, deadly) = open(&acme, &body(DEADLY, 20, 900));
+    // The last, and with no event to wait for: daemons may begin to end before it is answered, with a stream or with 503.
+    let (_third, deadly) = ask(&acme, &body(DEADLY, 20, 900));
     wait::until("a daemon stays", Duration::from_mins(2), || {
         daemon.site().log_text().contains("it is set aside") && daemon.ctl(&["status"]).code == Some(0)
     });
