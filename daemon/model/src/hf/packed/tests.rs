@@ -1,3 +1,5 @@
+use std::path::Path;
+
 use half::bf16;
 use pagedd_core::TensorType;
 use proptest::prelude::*;
@@ -5,6 +7,9 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::*;
+use crate::hf::quantization::Quantization;
+use crate::hf::safetensors::{self, Checkpoint};
+use crate::hf::tensors::Reader;
 use crate::testing::{
     HfTensor, PackedAs, PackedFormat, PackedMatrix, Random, TinyModel, write_packed_directory, write_tensors,
     write_unpacked_directory,
@@ -101,6 +106,36 @@ fn every_layer_reads_as_the_numbers_it_was_packed_from() {
                 }
             }
         }
+    }
+}
+
+/// One matrix of 64 outputs in groups of 64, as the packers of AutoAWQ 0.2.9 and AutoGPTQ 0.7.1 wrote it, and as the half floats that it
+/// stands for. Its scales have few bits, so that minima are exact.
+#[test]
+fn what_other_packers_wrote_is_read_as_its_weights() {
+    let open = |kind: &str, quantization: Value| {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/packed");
+        let Checkpoint { files, tensors, .. } = safetensors::open(&fixtures.join(kind)).unwrap();
+        let config = json!({ "quantization_config": quantization });
+        let quantization = Quantization::of(config.as_object().unwrap()).unwrap();
+        let reader = Reader { files: &files, architecture: Architecture::Llama, quantization };
+        let read = reader.read(tensors).unwrap();
+        (files, read)
+    };
+    let (files, plain) = open("plain", Value::Null);
+    let mut bytes = vec![0; plain.tensors[0].bytes as usize];
+    files[0].read_at(plain.tensors[0].offset, &mut bytes, "weight").unwrap();
+    let exact: Vec<_> = bytes.as_chunks().0.iter().map(|half| f16::from_le_bytes(*half).to_f32()).collect();
+    assert_eq!(exact.len(), 64 * 128);
+    for (kind, sym) in [("awq", Value::Null), ("gptq", json!(false))] {
+        let config =
+            json!({ "quant_method": kind, "bits": 4, "group_size": 64, "desc_act": false, "sym": sym });
+        let (files, read) = open(kind, config);
+        let packed = &read.packed[&Q];
+        assert_eq!((packed.rows, packed.columns), (64, 128));
+        let ours: Vec<_> =
+            weights(&rows_of(packed, &files, 0..64)).map(|(d, m, code)| d * code + m).collect();
+        assert_eq!(ours, exact, "{kind}");
     }
 }
 
