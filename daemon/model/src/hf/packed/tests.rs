@@ -109,7 +109,7 @@ fn every_layer_reads_as_the_numbers_it_was_packed_from() {
     }
 }
 
-/// One matrix of 64 outputs in groups of 64, as the packers of AutoAWQ 0.2.9 and AutoGPTQ 0.7.1 wrote it, and as the half floats that it
+/// One matrix of 64 outputs in groups of 64, as the packers of `AutoAWQ` 0.2.9 and `AutoGPTQ` 0.7.1 wrote it, and as the half floats that it
 /// stands for. Its scales have few bits, so that minima are exact.
 #[test]
 fn what_other_packers_wrote_is_read_as_its_weights() {
