@@ -1,0 +1,350 @@
+// Products of at most 16 rows with a matrix of four-bit weights, at the speed at which the matrix can be read.
+//
+// A CTA takes tiles of 16 outputs that follow each other, and its warps take equal parts of the sequence of their units, each a run of memory. A lane reads
+// what it multiplies with straight into registers, kDepth units ahead, beginning before the kernel waits for the one before it. The input is in shared memory, in
+// the order of the matrix fragments, with the sum of every group beside it: numbers are multiplied with the offset that makes them elements, and minimum
+// and offset count for the group's sum. Where a warp comes to the end of a tile or of its part, its sums go to shared memory; at the end of all they are
+// added in the order of the warps. The bits of a result depend on the operands and on the number of CTAs, not on other rows.
+//
+// Long rows of many columns do not fit: they are taken in phases, one part of the inner dimension after the other.
+#pragma once
+#include "four_bit.cuh"
+#include "small_rows.cuh"
+
+namespace pagedd {
+
+constexpr int kFewWarps = 16;
+constexpr int kFewThreads = kFewWarps * 32;
+/// Packs of eight elements of a row that a thread normalises.
+constexpr int kFewNormPacks = 2;
+
+struct FourBitFewParams {
+    const void* x;        // [rows][inputs]: elements; floats where they are normalised
+    const float* norm;    // [inputs]
+    const void* weights;  // tiles
+    void* out;            // see Ending
+    uint32_t inputs;      // a multiple of 64
+    uint32_t outputs;     // a multiple of 16
+    uint32_t rows;        // 8 kColumns at most
+    uint32_t phases;      // parts of the inner dimension, 1 where it is normalised
+    uint32_t ahead;       // units of a warp that go to the second-level cache behind those that it reads ahead
+    float epsilon;
+};
+
+/// Bytes of shared memory: rows, the sums of their groups, the sums of the warps.
+constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32_t rows, uint32_t columns, uint32_t phases, uint32_t blocks) {
+    const uint32_t units = (inputs / kFourBitUnit + phases - 1) / phases, tiles = (outputs / kFourBitTile + blocks - 1) / blocks;
+    return rows * (units * kFourBitUnit * 2 + kInputPad) + units * columns * 64 + phases * (tiles + kFewWarps) * columns * 512;
+}
+
+/// d = a b.
+template <typename T>
+__device__ __forceinline__ void few_multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ __forceinline__ void few_multiply<Bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+template <>
+__device__ __forceinline__ void few_multiply<F16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+/// d += a b, which the compiler may move.
+template <typename T>
+__device__ __forceinline__ void few_multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ __forceinline__ void few_multiply_add<Bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void few_multiply_add<F16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// Reads of weights: past the first-level cache, and first to leave the second.
+class ReadOnce {
+  public:
+    __device__ __forceinline__ ReadOnce() { asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_)); }
+
+    /// A unit's piece of lane (g, t), if it is `there`: `numbers` is where the lane's are, `scales` where those of g are.
+    __device__ __forceinline__ void operator()(FourBitPiece& piece, const uint8_t* numbers, const uint8_t* scales, bool there) const {
+        asm volatile(
+            "{.reg .pred p;\n"
+            "setp.ne.u32 p, %10, 0;\n"
+            "@p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%8], %11;\n"
+            "@p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%4,%5,%6,%7}, [%9], %11;}"
+            : "=r"(piece.numbers.x), "=r"(piece.numbers.y), "=r"(piece.numbers.z), "=r"(piece.numbers.w), "=r"(piece.scales.x), "=r"(piece.scales.y),
+              "=r"(piece.scales.z), "=r"(piece.scales.w)
+            : "l"(numbers), "l"(scales), "r"(uint32_t(there)), "l"(policy_));
+    }
+
+  private:
+    uint64_t policy_;
+};
+
+/// Puts eight elements of a row, pack `at` of the phase, where the fragments want them, and the sum of the group beside. Lanes of four packs of a group
+/// come together; of those that are not `there` nothing is put.
+template <typename T, int kColumns>
+__device__ __forceinline__ void put_pack(uint8_t* input, float* sums, uint32_t pitch, unsigned row, unsigned at, const Pack<T>& pack, bool there) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += to_f32(pack.at[i]);
+    sum = quad_sum(sum);
+    if (!there) return;
+    const uint4 words = reinterpret_cast<const uint4&>(pack);
+    uint32_t* to = reinterpret_cast<uint32_t*>(input + row * pitch + at / 4 * (kFourBitGroup * 2)) + at % 4;
+    to[0] = words.x;
+    to[4] = words.y;
+    to[8] = words.z;
+    to[12] = words.w;
+    if (at % 4 == 0) sums[((at / 8 * kColumns + row / 8) * 4 + row % 8 / 2) * 4 + at / 4 % 2 * 2 + row % 2] = sum;
+}
+
+template <typename T, int kColumns, int kDepth, bool kNormed, bool kPhased, Ending kEnding>
+__device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ float scratch[2 * WARP];
+    let_next_kernel_start();
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const unsigned all_units = a.inputs / kFourBitUnit, all_tiles = a.outputs / kFourBitTile;
+    const unsigned first_tile = unsigned(uint64_t(all_tiles) * blockIdx.x / gridDim.x);
+    const unsigned tiles = unsigned(uint64_t(all_tiles) * (blockIdx.x + 1) / gridDim.x) - first_tile;
+    const unsigned most_units = kPhased ? (all_units + a.phases - 1) / a.phases : all_units, pitch = most_units * kFourBitUnit * 2 + kInputPad;
+    uint8_t* const input = shared;
+    float* const group_sums = reinterpret_cast<float*>(shared + a.rows * pitch);
+    float4* const slots = reinterpret_cast<float4*>(group_sums + most_units * kColumns * 16);
+    const ReadOnce read_once;
+
+    constexpr bool kHalf = kEnding == Ending::kSilu;
+    constexpr unsigned kWide = kHalf ? kFourBitTile / 2 : kFourBitTile;
+    const unsigned width = tiles * kWide, row_width = kHalf ? a.outputs / 2 : a.outputs, results = width * a.rows;
+    const auto place = [&](unsigned index) { return size_t(index / width) * row_width + first_tile * kWide + index % width; };
+    float before = 0.0f;
+
+    const unsigned phases = kPhased ? a.phases : 1;
+    for (unsigned phase = 0; phase < phases; ++phase) {
+        const unsigned first_unit = all_units * phase / phases, units = all_units * (phase + 1) / phases - first_unit;
+        // This warp's part of the sequence of all units of all tiles: [first, first + count).
+        const unsigned first = tiles * units * warp / kFewWarps, count = tiles * units * (warp + 1) / kFewWarps - first;
+        const uint8_t* numbers = static_cast<const uint8_t*>(a.weights) + (size_t(first_tile + first / units) * all_units + first_unit + first % units) * kFourBitBytes;
+        const size_t skip = size_t(all_units - units) * kFourBitBytes;
+        const uint8_t* scales = numbers + kFourBitScales + g * 16;
+        numbers += lane * 16;
+        unsigned read_unit = first % units;
+        // Reads the unit `i` places behind the next one. In one phase a warp's units are a run, whose place moves once for kDepth of them.
+        const auto read = [&](FourBitPiece& piece, int i, bool there) {
+            if constexpr (kPhased) {
+                read_once(piece, numbers, scales, there);
+                size_t step = kFourBitBytes;
+                if (++read_unit == units) {
+                    read_unit = 0;
+                    step += skip;
+                }
+                numbers += step;
+                scales += step;
+            } else {
+                read_once(piece, numbers + i * kFourBitBytes, scales + i * kFourBitBytes, there);
+            }
+        };
+        const auto move_on = [&] {
+            if constexpr (!kPhased) {
+                numbers += kDepth * kFourBitBytes;
+                scales += kDepth * kFourBitBytes;
+            }
+        };
+        FourBitPiece ring[kDepth];
+#pragma unroll
+        for (int i = 0; i < kDepth; ++i) read(ring[i], i, unsigned(i) < count);
+        move_on();
+        if (!kPhased && a.ahead > 0 && count > kDepth && lane == 0) {
+            const uint32_t bytes = min(count - kDepth, a.ahead) * kFourBitBytes;
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(numbers), "r"(bytes) : "memory");
+        }
+
+        // ---- the input: what earlier kernels wrote ----
+        if constexpr (kNormed) {
+            Eight factors[kFewNormPacks];
+            const unsigned packs = a.inputs / 8;
+#pragma unroll
+            for (int i = 0; i < kFewNormPacks; ++i) {
+                if (i * kFewThreads + threadIdx.x < packs) factors[i] = load(a.norm, i * kFewThreads + threadIdx.x);
+            }
+            wait_for_previous_kernel();
+            for (unsigned row = 0; row < a.rows; ++row) {
+                const float4* x = reinterpret_cast<const float4*>(static_cast<const float*>(a.x) + size_t(row) * a.inputs);
+                Eight kept[kFewNormPacks] = {};
+                float squares = 0.0f;
+#pragma unroll
+                for (int i = 0; i < kFewNormPacks; ++i) {
+                    const unsigned at = i * kFewThreads + threadIdx.x;
+                    if (at < packs) {
+                        reinterpret_cast<float4*>(&kept[i])[0] = __ldcg(x + 2 * at);
+                        reinterpret_cast<float4*>(&kept[i])[1] = __ldcg(x + 2 * at + 1);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < kFewNormPacks; ++i) {
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) squares += kept[i].at[j] * kept[i].at[j];
+                }
+                const float scale = 1.0f / sqrtf(block_sum(squares, scratch + (row % 2) * WARP) / float(a.inputs) + a.epsilon);
+#pragma unroll
+                for (int i = 0; i < kFewNormPacks; ++i) {
+                    const unsigned at = i * kFewThreads + threadIdx.x;
+                    Pack<T> y;
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) y.at[j] = rounded<T>(at < packs ? kept[i].at[j] * scale * factors[i].at[j] : 0.0f);
+                    put_pack<T, kColumns>(input, group_sums, pitch, row, at, y, at < packs);
+                }
+            }
+        } else {
+            if (phase == 0) {
+                wait_for_previous_kernel();
+            } else {
+                // All have multiplied with what is there.
+                __syncthreads();
+            }
+            const unsigned packs = units * (kFourBitUnit / 8), total = a.rows * packs;
+            for (unsigned index = threadIdx.x; index - threadIdx.x < total; index += kFewThreads) {
+                const unsigned row = index / packs, at = index % packs;
+                Pack<T> pack = {};
+                if (index < total) {
+                    const uint4 x = __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(a.x) + size_t(row) * a.inputs + first_unit * kFourBitUnit) + at);
+                    pack = reinterpret_cast<const Pack<T>&>(x);
+                }
+                put_pack<T, kColumns>(input, group_sums, pitch, row, at, pack, index < total);
+            }
+        }
+        if constexpr (kEnding == Ending::kAdd) {
+            if (phase == 0 && threadIdx.x < results) before = __ldcg(static_cast<const float*>(a.out) + place(threadIdx.x));
+        }
+        __syncthreads();
+
+        // ---- units ----
+        const uint8_t* rows[kColumns];
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column) {
+            rows[column] = input + min(column * 8 + g, a.rows - 1) * pitch + t * 16 + first % units * (kFourBitUnit * 2);
+        }
+        const float4* sums_of = reinterpret_cast<const float4*>(group_sums) + t + first % units * (kColumns * 4);
+        unsigned left = units - first % units;
+        float4* slot = slots + ((phase * (tiles + kFewWarps) + warp + first / units) * kColumns) * 32 + lane;
+        float d[kColumns][4] = {};
+        const auto put_sums = [&] {
+#pragma unroll
+            for (int column = 0; column < kColumns; ++column) {
+                slot[column * 32] = make_float4(d[column][0], d[column][1], d[column][2], d[column][3]);
+                d[column][0] = d[column][1] = d[column][2] = d[column][3] = 0.0f;
+            }
+            slot += kColumns * 32;
+        };
+        const auto multiply_unit = [&](const FourBitPiece& piece) {
+            uint4 b[kColumns][2];
+            float4 sums[kColumns];
+#pragma unroll
+            for (int column = 0; column < kColumns; ++column) {
+                b[column][0] = *reinterpret_cast<const uint4*>(rows[column]);
+                b[column][1] = *reinterpret_cast<const uint4*>(rows[column] + kFourBitGroup * 2);
+                sums[column] = sums_of[column * 4];
+                rows[column] += kFourBitUnit * 2;
+            }
+            sums_of += kColumns * 4;
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                const uint32_t low = word_of(piece.numbers, 0, side), high = word_of(piece.numbers, 1, side);
+                float2 of_low = scale_and_minimum(word_of(piece.scales, 0, side)), of_high = scale_and_minimum(word_of(piece.scales, 1, side));
+                uint32_t steps[2][4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if constexpr (sizeof(T) == 2 && std::is_same<T, Bf16>::value) {
+                        steps[i / 2][i % 2 * 2] = offset_pair<T>(low, i);
+                        steps[i / 2][i % 2 * 2 + 1] = offset_pair<T>(high, i);
+                    } else {
+                        steps[i / 2][i % 2 * 2] = exact_pair<T>(low, i);
+                        steps[i / 2][i % 2 * 2 + 1] = exact_pair<T>(high, i);
+                    }
+                }
+                if constexpr (std::is_same<T, Bf16>::value) {
+                    of_low.y = fmaf(-Widening<T>::kOffset, of_low.x, of_low.y);
+                    of_high.y = fmaf(-Widening<T>::kOffset, of_high.x, of_high.y);
+                }
+#pragma unroll
+                for (int column = 0; column < kColumns; ++column) {
+                    float p[4];
+                    few_multiply<T>(p, steps[0], b[column][side].x, b[column][side].y);
+                    few_multiply_add<T>(p, steps[1], b[column][side].z, b[column][side].w);
+                    const float even = side ? sums[column].z : sums[column].x, odd = side ? sums[column].w : sums[column].y;
+                    float(&sum)[4] = d[column];
+                    sum[0] = fmaf(of_low.x, p[0], fmaf(of_low.y, even, sum[0]));
+                    sum[1] = fmaf(of_low.x, p[1], fmaf(of_low.y, odd, sum[1]));
+                    sum[2] = fmaf(of_high.x, p[2], fmaf(of_high.y, even, sum[2]));
+                    sum[3] = fmaf(of_high.x, p[3], fmaf(of_high.y, odd, sum[3]));
+                }
+            }
+        };
+        for (unsigned done = 0; done < count; done += kDepth) {
+#pragma unroll
+            for (int i = 0; i < kDepth; ++i) {
+                if (done + i < count) {
+                    multiply_unit(ring[i]);
+                    read(ring[i], i, done + i + kDepth < count);
+                    if (--left == 0) {
+                        left = units;
+#pragma unroll
+                        for (int column = 0; column < kColumns; ++column) rows[column] -= units * (kFourBitUnit * 2);
+                        sums_of -= units * (kColumns * 4);
+                        put_sums();
+                    }
+                }
+            }
+            move_on();
+        }
+        if (left != units && count > 0) put_sums();
+    }
+
+    // ---- the warps' sums, in their order ----
+    __syncthreads();
+    const float* const values = reinterpret_cast<const float*>(slots);
+    for (unsigned index = threadIdx.x; index < results; index += kFewThreads) {
+        const unsigned row = index / width, output = index % width, tile = output / kWide, in_tile = output % kWide;
+        const unsigned in_slot = (row / 8 * 32 + in_tile % 8 * 4 + row % 8 / 2) * 4 + in_tile / 8 * 2 + row % 2;
+        float sum = 0.0f, up = 0.0f;
+        for (unsigned phase = 0; phase < phases; ++phase) {
+            const unsigned units = all_units * (phase + 1) / phases - all_units * phase / phases, all = tiles * units;
+            // The warps that begin at or before the first unit of the tile, and before its end.
+            const unsigned from = (kFewWarps * (tile * units + 1) - 1) / all, to = (kFewWarps * (tile + 1) * units - 1) / all;
+            for (unsigned w = from; w <= to; ++w) {
+                // Parts of fewer units than warps are empty in places.
+                if (all * w / kFewWarps == all * (w + 1) / kFewWarps) continue;
+                const float* at = values + size_t(phase * (tiles + kFewWarps) + w + tile) * (kColumns * 128) + in_slot;
+                sum += at[0];
+                if (kHalf) up += at[2];
+            }
+        }
+        const size_t to = place(index);
+        if constexpr (kEnding == Ending::kStore) {
+            static_cast<T*>(a.out)[to] = rounded<T>(sum);
+        } else if constexpr (kEnding == Ending::kSingle) {
+            static_cast<float*>(a.out)[to] = sum;
+        } else if constexpr (kEnding == Ending::kAdd) {
+            float* const out = static_cast<float*>(a.out) + to;
+            *out = (index == threadIdx.x ? before : __ldcg(out)) + sum;
+        } else {
+            static_cast<T*>(a.out)[to] = rounded<T>(sum / (1.0f + __expf(-sum)) * up);
+        }
+    }
+}
+
+}  // namespace pagedd

@@ -1,0 +1,98 @@
+//! Weights of four bits: one order for every format, made for the lanes that multiply with them.
+//!
+//! **Owns** that order (`kernels/cuda/gemm/four_bit.cuh` says it in full) and the way into it from the blocks of a file. **Never** touches a
+//! device.
+
+use half::f16;
+use pagedd_core::TensorType;
+
+use crate::cpu::dequant::{Group, group};
+use crate::error::{ShapeError, length};
+
+/// Outputs of a tile.
+pub const FOUR_BIT_TILE: usize = 16;
+/// Inputs of a unit: two groups with a scale and a minimum each.
+pub(super) const UNIT: usize = 64;
+/// Bytes of a unit of a tile, and where its scales begin.
+const UNIT_BYTES: usize = 640;
+const SCALES: usize = 512;
+/// Inputs of a group.
+const GROUP: usize = 32;
+
+/// Whether weights of this type are four-bit numbers in groups of 32, each with a scale.
+#[must_use]
+pub fn is_four_bit(ty: TensorType) -> bool {
+    matches!(ty, TensorType::Q4_0 | TensorType::Q4_1 | TensorType::Q4_K)
+}
+
+/// Bytes of a matrix `[outputs][inputs]`; `None` where it is not in whole tiles of whole units.
+#[must_use]
+pub fn four_bit_bytes(outputs: usize, inputs: usize) -> Option<usize> {
+    let whole = outputs.is_multiple_of(FOUR_BIT_TILE) && inputs.is_multiple_of(UNIT);
+    let units = (outputs / FOUR_BIT_TILE).checked_mul(inputs / UNIT).filter(|_| whole)?;
+    units.checked_mul(UNIT_BYTES)
+}
+
+/// Puts 16 rows of a file, `inputs` weights each, into `tile`: its first eight outputs, then its last eight.
+///
+/// # Errors
+/// Rows of other types or lengths, `tile` of another length; or a scale that half precision does not hold.
+pub fn pack_four_bit_tile(
+    rows: &[(TensorType, &[u8]); FOUR_BIT_TILE],
+    inputs: usize,
+    tile: &mut [u8],
+) -> Result<(), ShapeError> {
+    let bytes = four_bit_bytes(FOUR_BIT_TILE, inputs).ok_or(ShapeError::Dimension {
+        what: "row of four-bit weights",
+        needed: "a multiple of 64",
+        found: inputs,
+    })?;
+    length("tile of four-bit weights", bytes, tile.len())?;
+    for &(ty, row) in rows {
+        let whole = ty.row_bytes(inputs).filter(|_| is_four_bit(ty)).ok_or(ShapeError::Dimension {
+            what: "row of four-bit weights",
+            needed: "of such a type and whole blocks",
+            found: inputs,
+        })?;
+        length("row of four-bit weights", whole, row.len())?;
+    }
+    for (unit, bytes) in tile.chunks_exact_mut(UNIT_BYTES).enumerate() {
+        for (output, &(ty, row)) in rows.iter().enumerate() {
+            for side in 0..UNIT / GROUP {
+                let group = group(ty, row, unit * (UNIT / GROUP) + side);
+                let (half, g) = (output / 8, output % 8);
+                let word = half * 2 + side;
+                for t in 0..4 {
+                    let at = (g * 4 + t) * 16 + word * 4;
+                    bytes[at..at + 4].copy_from_slice(&numbers(&group.codes, t).to_le_bytes());
+                }
+                let at = SCALES + g * 16 + word * 4;
+                bytes[at..at + 4].copy_from_slice(&scale_and_minimum(&group)?);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The eight numbers of lane `t` of four: two fragments' pairs, low halves first.
+fn numbers(codes: &[u8; GROUP], t: usize) -> u32 {
+    (0..4).fold(0, |word, i| {
+        let first = i / 2 * 16 + i % 2 * 8 + 2 * t;
+        word | u32::from(codes[first]) << (4 * i) | u32::from(codes[first + 1]) << (16 + 4 * i)
+    })
+}
+
+fn scale_and_minimum(group: &Group) -> Result<[u8; 4], ShapeError> {
+    let scale = group.scales[0];
+    let minimum = group.min.unwrap_or(0.0) - f32::from(group.offset) * scale;
+    let [scale, minimum] = [scale, minimum].map(f16::from_f32);
+    if !scale.is_finite() || !minimum.is_finite() {
+        let (what, needed) = ("scale of four-bit weights", "within half precision");
+        return Err(ShapeError::Dimension { what, needed, found: usize::MAX });
+    }
+    let ([a, b], [c, d]) = (scale.to_le_bytes(), minimum.to_le_bytes());
+    Ok([a, b, c, d])
+}
+
+#[cfg(test)]
+mod tests;
