@@ -13,6 +13,7 @@ mod decoder;
 mod device;
 mod elementwise;
 mod error;
+pub mod four_bit;
 mod gemm;
 mod graph;
 mod launch;

@@ -1,0 +1,47 @@
+// Products with four-bit weights on sm_90a: entry points `pagedd_four_bit_{few,few_normed,few_phased,few16,few16_phased}_{store,single,add,silu}_{bf16,f16}`
+// for at most 8 or 16 rows, and `pagedd_four_bit_wide{32,64,128}_…` for more. In the fatbin's other parts they trap: elsewhere weights are
+// widened and the library multiplies.
+#include "gemm/four_bit_few.cuh"
+#include "gemm/four_bit_wide.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define PAGEDD_ON_SM90(...) __VA_ARGS__
+#else
+#define PAGEDD_ON_SM90(...) __trap()
+#endif
+
+// The host's numbers.
+static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 1, 1, 132) == 8 * 8256 + 64 * 64 + 22 * 512, "shared memory of few rows");
+static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 2, 132) == 16 * 11072 + 86 * 128 + 2 * 18 * 1024, "shared memory of few rows in phases");
+
+#define PAGEDD_FEW(name, element, form, columns, depth, normed, phased, ending, end)                             \
+    extern "C" __global__ void __launch_bounds__(pagedd::kFewThreads, 1)                                         \
+        pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitFewParams params) {    \
+        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, columns, depth, normed, phased, pagedd::Ending::end>(params)); \
+    }
+
+#define PAGEDD_WIDE(name, element, form, parts, rows, stages, registers, blocks, shared, ending, end)            \
+    static_assert(pagedd::FourBitWideShape<parts, rows, stages>::kSharedBytes == shared, "the host's number");   \
+    extern "C" __global__ void __launch_bounds__(pagedd::kWideThreads, blocks)                                   \
+        pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitWideParams params) {   \
+        PAGEDD_ON_SM90(pagedd::four_bit_wide<pagedd::element, parts, rows, stages, registers, pagedd::Ending::end>(params)); \
+    }
+
+#define PAGEDD_FOUR_BIT_FORMS(ending, end, name, element)                                    \
+    PAGEDD_FEW(name, element, few, 1, 6, false, false, ending, end)                          \
+    PAGEDD_FEW(name, element, few_normed, 1, 6, true, false, ending, end)                    \
+    PAGEDD_FEW(name, element, few_phased, 1, 6, false, true, ending, end)                    \
+    PAGEDD_FEW(name, element, few16, 2, 4, false, false, ending, end)                        \
+    PAGEDD_FEW(name, element, few16_phased, 2, 4, false, true, ending, end)                  \
+    PAGEDD_WIDE(name, element, wide32, 1, 32, 6, 104, 2, 56320, ending, end)                 \
+    PAGEDD_WIDE(name, element, wide64, 1, 64, 6, 104, 2, 80896, ending, end)                 \
+    PAGEDD_WIDE(name, element, wide128, 2, 128, 6, 232, 1, 160768, ending, end)
+
+#define PAGEDD_FOUR_BIT_TYPES(ending, end)               \
+    PAGEDD_FOUR_BIT_FORMS(ending, end, bf16, Bf16)       \
+    PAGEDD_FOUR_BIT_FORMS(ending, end, f16, F16)
+
+PAGEDD_FOUR_BIT_TYPES(store, kStore)
+PAGEDD_FOUR_BIT_TYPES(single, kSingle)
+PAGEDD_FOUR_BIT_TYPES(add, kAdd)
+PAGEDD_FOUR_BIT_TYPES(silu, kSilu)

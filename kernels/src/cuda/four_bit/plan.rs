@@ -1,0 +1,174 @@
+//! How a four-bit product goes through a GPU: a function of its shape, its rows and the number of multiprocessors.
+
+use crate::cuda::gemm::GemmShape;
+use crate::cuda::small_rows::MOST_NORMED_INPUTS;
+use crate::four_bit::{FOUR_BIT_TILE, FOUR_BIT_UNIT};
+
+/// Shared memory that a block may have.
+pub(super) const SHARED: usize = 226 << 10;
+/// Most rows that are few, and of those that are normalised where they are multiplied.
+const MOST_FEW: usize = 16;
+const MOST_NORMED: usize = 2;
+/// Most rows that are multiplied by these kernels: more are the library's, with the weights as elements.
+pub(super) const MOST_WIDE: usize = 256;
+/// Most parts that few rows' inputs are taken in.
+const MOST_PHASES: usize = 8;
+/// Bytes behind a row in shared memory.
+const PAD: usize = 64;
+/// Warps of a block of few rows.
+const WARPS: usize = 16;
+
+/// Forms of few rows, as in `four_bit_sm90.cu`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Few {
+    Eight,
+    Normed,
+    Phased,
+    Sixteen,
+    SixteenPhased,
+}
+
+impl Few {
+    pub(super) const ALL: [Self; 5] =
+        [Self::Eight, Self::Normed, Self::Phased, Self::Sixteen, Self::SixteenPhased];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Eight => "few",
+            Self::Normed => "few_normed",
+            Self::Phased => "few_phased",
+            Self::Sixteen => "few16",
+            Self::SixteenPhased => "few16_phased",
+        }
+    }
+}
+
+/// How few rows are multiplied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct FewPlan {
+    pub(super) form: Few,
+    pub(super) phases: u32,
+    pub(super) blocks: u32,
+    pub(super) shared: u32,
+}
+
+impl FewPlan {
+    /// That of a product of whole tiles; `None` where it is not for these kernels.
+    pub(super) fn of(shape: GemmShape, rows: usize, normed: bool, multiprocessors: u32) -> Option<Self> {
+        let GemmShape { inputs, outputs } = shape;
+        if !(1..=MOST_FEW).contains(&rows) || normed && (rows > MOST_NORMED || inputs > MOST_NORMED_INPUTS) {
+            return None;
+        }
+        let (tiles, units) = (outputs / FOUR_BIT_TILE, inputs / FOUR_BIT_UNIT);
+        let (blocks, columns) = (tiles.min(multiprocessors as usize), rows.div_ceil(8));
+        let most = if normed { 1 } else { MOST_PHASES.min(units) };
+        let (phases, shared) = (1..=most)
+            .map(|phases| (phases, shared(units.div_ceil(phases), tiles.div_ceil(blocks), rows, phases)))
+            .find(|&(_, shared)| shared <= SHARED)?;
+        let form = match (columns, phases) {
+            (1, 1) if normed => Few::Normed,
+            (1, 1) => Few::Eight,
+            (1, _) => Few::Phased,
+            (_, 1) => Few::Sixteen,
+            (_, _) => Few::SixteenPhased,
+        };
+        Some(Self { form, phases: phases as u32, blocks: blocks as u32, shared: shared as u32 })
+    }
+}
+
+/// Bytes of shared memory: rows, the sums of their groups, the sums of the warps, as in `gemm/four_bit_few.cuh`.
+fn shared(units: usize, tiles: usize, rows: usize, phases: usize) -> usize {
+    let columns = rows.div_ceil(8);
+    rows * (units * FOUR_BIT_UNIT * 2 + PAD) + units * columns * 64 + phases * (tiles + WARPS) * columns * 512
+}
+
+/// Forms of more rows: by how many of them a block takes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Wide {
+    Of32,
+    Of64,
+    Of128,
+}
+
+impl Wide {
+    pub(super) const ALL: [Self; 3] = [Self::Of32, Self::Of64, Self::Of128];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Of32 => "wide32",
+            Self::Of64 => "wide64",
+            Self::Of128 => "wide128",
+        }
+    }
+
+    pub(super) fn rows(self) -> usize {
+        match self {
+            Self::Of32 => 32,
+            Self::Of64 => 64,
+            Self::Of128 => 128,
+        }
+    }
+
+    /// Outputs of a block.
+    pub(super) fn outputs(self) -> usize {
+        match self {
+            Self::Of32 | Self::Of64 => 128,
+            Self::Of128 => 256,
+        }
+    }
+
+    /// Blocks of a multiprocessor.
+    fn together(self) -> usize {
+        match self {
+            Self::Of32 | Self::Of64 => 2,
+            Self::Of128 => 1,
+        }
+    }
+
+    pub(super) fn shared(self) -> usize {
+        match self {
+            Self::Of32 => 56_320,
+            Self::Of64 => 80_896,
+            Self::Of128 => 160_768,
+        }
+    }
+}
+
+/// How more rows are multiplied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct WidePlan {
+    pub(super) form: Wide,
+    /// Blocks that share the inner dimension: those of a cluster.
+    pub(super) split: u32,
+    pub(super) row_blocks: u32,
+    output_blocks: u32,
+}
+
+impl WidePlan {
+    pub(super) fn of(shape: GemmShape, rows: usize, multiprocessors: u32) -> Self {
+        let form = match rows {
+            0..=32 => Wide::Of32,
+            33..=64 => Wide::Of64,
+            _ => Wide::Of128,
+        };
+        let (row_blocks, output_blocks) = (rows.div_ceil(form.rows()), shape.outputs.div_ceil(form.outputs()));
+        let units = shape.inputs / FOUR_BIT_UNIT;
+        let room = multiprocessors as usize * form.together();
+        // What a block takes beside its units, in units: its start and the sums at its end, which more blocks bring about more of.
+        let cost = |split: usize| {
+            let waves = (row_blocks * output_blocks * split).div_ceil(room);
+            waves * (units.div_ceil(split) + 6 + split)
+        };
+        let split = [1, 2, 4, 8].into_iter().filter(|&split| split <= units).min_by_key(|&split| cost(split));
+        Self {
+            form,
+            split: split.unwrap_or(1) as u32,
+            row_blocks: row_blocks as u32,
+            output_blocks: output_blocks as u32,
+        }
+    }
+
+    pub(super) fn blocks(&self) -> u32 {
+        self.row_blocks * self.output_blocks * self.split
+    }
+}
