@@ -11,13 +11,13 @@
 #endif
 
 // The host's numbers.
-static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 1, 1, 132) == 8 * 8256 + 64 * 64 + 22 * 512, "shared memory of few rows");
-static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 2, 132) == 16 * 11072 + 86 * 128 + 2 * 18 * 1024, "shared memory of few rows in phases");
+static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 1, 1, 132, 12) == 12 * 10240 + 8 * 8256 + 64 * 64 + 22 * 512, "shared memory of few rows");
+static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 4, 132, 6) == 6 * 10240 + 16 * 5568 + 43 * 128 + 4 * 18 * 1024, "shared memory of few rows in phases");
 
-#define PAGEDD_FEW(name, element, form, columns, depth, normed, phased, ending, end)                             \
+#define PAGEDD_FEW(name, element, form, columns, stages, normed, phased, ending, end)                            \
     extern "C" __global__ void __launch_bounds__(pagedd::kFewThreads, 1)                                         \
         pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitFewParams params) {    \
-        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, columns, depth, normed, phased, pagedd::Ending::end>(params)); \
+        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, columns, stages, normed, phased, pagedd::Ending::end>(params)); \
     }
 
 #define PAGEDD_WIDE(name, element, form, parts, rows, stages, registers, blocks, shared, ending, end)            \
@@ -28,11 +28,11 @@ static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 2, 132) == 16 * 11
     }
 
 #define PAGEDD_FOUR_BIT_FORMS(ending, end, name, element)                                    \
-    PAGEDD_FEW(name, element, few, 1, 6, false, false, ending, end)                          \
-    PAGEDD_FEW(name, element, few_normed, 1, 6, true, false, ending, end)                    \
-    PAGEDD_FEW(name, element, few_phased, 1, 6, false, true, ending, end)                    \
-    PAGEDD_FEW(name, element, few16, 2, 4, false, false, ending, end)                        \
-    PAGEDD_FEW(name, element, few16_phased, 2, 4, false, true, ending, end)                  \
+    PAGEDD_FEW(name, element, few, 1, 12, false, false, ending, end)                          \
+    PAGEDD_FEW(name, element, few_normed, 1, 12, true, false, ending, end)                    \
+    PAGEDD_FEW(name, element, few_phased, 1, 12, false, true, ending, end)                    \
+    PAGEDD_FEW(name, element, few16, 2, 6, false, false, ending, end)                        \
+    PAGEDD_FEW(name, element, few16_phased, 2, 6, false, true, ending, end)                  \
     PAGEDD_WIDE(name, element, wide32, 1, 32, 6, 104, 2, 56320, ending, end)                 \
     PAGEDD_WIDE(name, element, wide64, 1, 64, 6, 104, 2, 80896, ending, end)                 \
     PAGEDD_WIDE(name, element, wide128, 2, 128, 6, 232, 1, 160768, ending, end)

@@ -30,7 +30,6 @@ __global__ void __launch_bounds__(256) norm_early(const __grid_constant__ NormAr
 static int sms = 132;
 static cudaStream_t stream;
 static bool pdl = true;
-static uint32_t ahead = 0;
 static decltype(&cuTensorMapEncodeTiled) encode;
 
 template <class P> static void launch(void (*k)(P), dim3 grid, int threads, int shared, const P& p, bool early, int cluster = 1) {
@@ -51,16 +50,16 @@ template <typename T, int C, int D, bool N, bool P, Ending E> static Variant few
     CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, 226 * 1024));
     auto phases = [](int in, int out, int rows) {
         for (uint32_t p = 1; p <= (P ? 8u : 1u); ++p)
-            if (four_bit_few_shared(in, out, rows, C, p, std::min(out / 16, sms)) <= 226 * 1024) return p;
+            if (four_bit_few_shared(in, out, rows, C, p, std::min(out / 16, sms), D) <= 226 * 1024) return p;
         return 0u;
     };
     char name[64]; snprintf(name, 64, "f%d.%d%s%s", C, D, N ? "n" : "", P ? "p" : "");
     return {name, N, false, [=](int in, int out, int rows) { return rows <= C * 8 && (C == 1 || rows > 8) && phases(in, out, rows) > 0 && (!P || phases(in, out, rows) > 1 || in < 2000) && (!N || (rows <= 2 && in <= 8192)); },
             [=](const Call& c) {
                 const uint32_t ph = phases(c.in, c.out_n, c.rows);
-                FourBitFewParams p = {c.x, c.norm, c.w, c.out, uint32_t(c.in), uint32_t(c.out_n), uint32_t(c.rows), ph, ahead, 1e-5f};
+                FourBitFewParams p = {c.x, c.norm, c.w, c.out, uint32_t(c.in), uint32_t(c.out_n), uint32_t(c.rows), ph, 1e-5f};
                 const int blocks = std::min(c.out_n / 16, sms);
-                launch(k, dim3(blocks), kFewThreads, four_bit_few_shared(c.in, c.out_n, c.rows, C, ph, blocks), p, pdl);
+                launch(k, dim3(blocks), kFewThreads, four_bit_few_shared(c.in, c.out_n, c.rows, C, ph, blocks, D), p, pdl);
             }};
 }
 static CUtensorMap map_of(const void* x, int in, int rows, int box, bool half) {
@@ -89,8 +88,8 @@ template <int A, int B, int S, Input I, Ending E> static Variant dense_variant(c
             }};
 }
 template <typename T, Ending E> static std::vector<Variant> fews() {
-    return {few_variant<T, 1, 4, false, false, E>(), few_variant<T, 1, 6, false, false, E>(), few_variant<T, 1, 8, false, false, E>(), few_variant<T, 1, 4, true, false, E>(), few_variant<T, 1, 6, true, false, E>(),
-            few_variant<T, 1, 8, true, false, E>(), few_variant<T, 2, 4, false, false, E>(), few_variant<T, 2, 6, false, false, E>(), few_variant<T, 1, 6, false, true, E>(), few_variant<T, 2, 4, false, true, E>(), few_variant<T, 2, 6, false, true, E>()};
+    return {few_variant<T, 1, 8, false, false, E>(), few_variant<T, 1, 12, false, false, E>(), few_variant<T, 1, 8, true, false, E>(), few_variant<T, 1, 12, true, false, E>(), few_variant<T, 1, 12, false, true, E>(),
+            few_variant<T, 2, 4, false, false, E>(), few_variant<T, 2, 6, false, false, E>(), few_variant<T, 2, 6, false, true, E>()};
 }
 template <typename T, Ending E> static std::vector<Variant> wides(int rows) {
     std::vector<Variant> v;
@@ -205,8 +204,9 @@ template <typename T, Ending E> static void check_shape(const std::vector<Varian
     fill<T><<<256, 256, 0, stream>>>(x, nx, 1, 1.0f); four_fill<<<256, 256, 0, stream>>>(w, units, 2); fill<float><<<256, 256, 0, stream>>>(xr, nx, 3, 2.0f); fill<float><<<256, 256, 0, stream>>>(norm, inputs, 4, 1.0f);
     four_read<<<dim3((inputs + 255) / 256, outputs), 256, 0, stream>>>(w, wf, outputs, inputs, E == Ending::kSilu);
     widen_all<T><<<64, 256, 0, stream>>>(WidenParams{w, wide_w, uint32_t(outputs), uint32_t(inputs), E == Ending::kSilu});
-    std::vector<float> f(size_t(outputs) * inputs), got(no + 1024), before(no + 1024); std::vector<T> wd(f.size());
-    CK(cudaMemcpyAsync(f.data(), wf, f.size() * 4, cudaMemcpyDeviceToHost, stream)); CK(cudaMemcpyAsync(wd.data(), wide_w, wd.size() * 2, cudaMemcpyDeviceToHost, stream)); CK(cudaStreamSynchronize(stream));
+    const bool widened = rows == 1;
+    std::vector<float> f(widened ? size_t(outputs) * inputs : 0), got(no + 1024), before(no + 1024); std::vector<T> wd(f.size());
+    if (widened) CK(cudaMemcpyAsync(f.data(), wf, f.size() * 4, cudaMemcpyDeviceToHost, stream)); if (widened) CK(cudaMemcpyAsync(wd.data(), wide_w, wd.size() * 2, cudaMemcpyDeviceToHost, stream)); CK(cudaStreamSynchronize(stream));
     const double eps = std::is_same<T, bf16>::value ? 1.0 / 256 : 1.0 / 2048;
     int wrong = 0;
     for (size_t i = 0; i < f.size(); ++i) if (!(fabs(value(wd[i]) - f[i]) <= fabs(f[i]) * eps + 1e-6)) ++wrong;
@@ -248,9 +248,9 @@ template <typename T, Ending E> static void check_shape(const std::vector<Varian
     for (void* p : {(void*)x, (void*)w, (void*)wf, (void*)wide_w, (void*)xr, (void*)norm, (void*)out, (void*)ref, (void*)mag}) cudaFree(p);
 }
 template <typename T, Ending E> static void check() {
-    int shapes[][2] = {{576, 960}, {1536, 576}, {4096, 496}, {11008, 256}, {64, 48}, {128, 144}, {2048, 2128}};
-    for (auto& s : shapes) for (int rows : {1, 2, 3, 8, 9, 13, 16, 17, 32, 50, 64, 65, 127, 129, 256, 300}) {
-        if (rows > 16 && s[0] == 11008 && rows != 65) continue;
+    int shapes[][2] = {{576, 960}, {4096, 496}, {11008, 256}, {64, 48}, {1536, 2128}};
+    for (auto& s : shapes) for (int rows : {1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 129, 300}) {
+        if (rows > 65 && (s[0] == 11008 || s[1] == 2128) && rows != 129) continue;
         std::vector<Variant> v = rows <= 16 ? fews<T, E>() : wides<T, E>(rows);
         check_shape<T, E>(v, s[0], s[1], rows);
     }
@@ -287,7 +287,7 @@ static double time_product(const Matrix& m, int rows, const Variant& v, bool fou
     const int count = std::max<size_t>(4, (size_t(300) << 20) / one);
     return time_graph([&] { for (int i = 0; i < count; ++i) v.run(Call{io_x, io_norm, (four ? fours : (uint8_t*)dense_weights) + one * i, io_out, m.in, m.out, rows}); }) / count;
 }
-static void products(const std::vector<int>& row_counts, bool aheads) {
+static void products(const std::vector<int>& row_counts) {
     char* scratch; CK(cudaMalloc(&scratch, size_t(300) << 20));
     double widening[5]; int w = 0;
     printf("widening:");
@@ -301,11 +301,10 @@ static void products(const std::vector<int>& row_counts, bool aheads) {
             if (lt->ok) { LtPlan p(m.in, m.out, rows, 14, m.ending == Ending::kSingle ? 0 : 14); const size_t d1 = size_t(m.in) * m.out * 2; const int count = std::max<size_t>(4, (size_t(300) << 20) / d1);
                 for (size_t a = 0; a < p.algos.size(); ++a) { if (p.run(a, dense_weights, io_x, io_out)) continue; const double t = time_graph([&] { for (int i = 0; i < count; ++i) p.run(a, dense_weights + d1 * i, io_x, io_out); }, 8) / count; if (t < best_dense) { best_dense = t; dense_name = "Lt"; } } }
             std::string line; double best = 1e30; std::string name;
-            for (auto& v : of(m, rows, true)) for (uint32_t a : {0u, 8u, 16u}) {
-                if (a && (v.is_wide || !aheads || v.name.find('p') != std::string::npos)) continue;
-                ahead = a; const double t = time_product(m, rows, v, true); ahead = 0;
-                char s[64]; snprintf(s, 64, " %s%s %.1f", v.name.c_str(), a == 0 ? "" : a == 8 ? "+8" : "+16", t); line += s;
-                if (t < best) { best = t; name = v.name + (a ? "+" : ""); }
+            for (auto& v : of(m, rows, true)) {
+                const double t = time_product(m, rows, v, true);
+                char s[64]; snprintf(s, 64, " %s %.1f", v.name.c_str(), t); line += s;
+                if (t < best) { best = t; name = v.name; }
             }
             printf("%4d rows %-8s bf16 %.1f (%s) | best %.1f (%s, %.2f TB/s, %.0f TFLOP/s) x%.2f |%s\n", rows, m.name, best_dense, dense_name, best, name.c_str(), four_bytes(m) / best / 1e6, 2.0 * m.in * m.out * rows / best / 1e6, best_dense / best, line.c_str());
             four += best * m.count; bf += best_dense * m.count; wl += (best_dense + widening[w++]) * m.count; bytes += four_bytes(m) * m.count;
@@ -326,40 +325,36 @@ static void step(int rows, int depth) {
         const bool n = rows <= 2;
         Variant v[5]; for (int i = 0; i < 5; ++i) v[i] = find(kSeven[i], four, n && kSeven[i].normed);
         const auto norms = [&] { NormArgs p = {(float*)res, nullptr, io_norm, nullptr, normed, 4096, 1e-5f}; launch(norm_early, dim3(rows), 256, 0, p, true); };
-        for (uint32_t a : {0u, 8u, 16u}) {
-            if (a && !four) continue;
-            ahead = a;
-            const double us = time_graph([&] {
-                const uint8_t* w = four ? fours : (uint8_t*)dense_weights;
-                const auto go = [&](int i, const void* x, void* out) { v[i].run(Call{x, io_norm, w, out, kSeven[i].in, kSeven[i].out, rows}); w += four ? four_bytes(kSeven[i]) : size_t(kSeven[i].in) * kSeven[i].out * 2; };
-                for (int l = 0; l < 32; ++l) { if (!n) norms(); go(0, n ? res : normed, qkv); go(1, att, res); if (!n) norms(); go(2, n ? res : normed, act); go(3, act, res); }
-                norms(); go(4, normed, logits);
-            });
-            ahead = 0;
-            printf("step %2d rows %s ahead %u: %.3f ms (%.2f TB/s) with", rows, four ? "four-bit" : "bf16", a, us / 1e3, (four ? bytes : 13.21e9) / us / 1e6); for (auto& x : v) printf(" %s", x.name.c_str()); printf("\n"); fflush(stdout);
-        }
+        const double us = time_graph([&] {
+            const uint8_t* w = four ? fours : (uint8_t*)dense_weights;
+            const auto go = [&](int i, const void* x, void* out) { v[i].run(Call{x, io_norm, w, out, kSeven[i].in, kSeven[i].out, rows}); w += four ? four_bytes(kSeven[i]) : size_t(kSeven[i].in) * kSeven[i].out * 2; };
+            for (int l = 0; l < 32; ++l) { if (!n) norms(); go(0, n ? res : normed, qkv); go(1, att, res); if (!n) norms(); go(2, n ? res : normed, act); go(3, act, res); }
+            norms(); go(4, normed, logits);
+        });
+        printf("step %2d rows %s: %.3f ms (%.2f TB/s) with", rows, four ? "four-bit" : "bf16", us / 1e3, (four ? bytes : 13.21e9) / us / 1e6); for (auto& x : v) printf(" %s", x.name.c_str()); printf("\n"); fflush(stdout);
     }
     for (void* p : {res, normed, att, qkv, act, logits}) cudaFree(p);
 }
 
 int main(int argc, char** argv) {
+    setvbuf(stdout, nullptr, _IOLBF, 0);
     CK(cudaSetDevice(0)); CK(cudaStreamCreate(&stream)); CK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
     cudaDriverEntryPointQueryResult q; CK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000, cudaEnableDefault, &q));
     const std::string what = argc > 1 ? argv[1] : "check products step";
     const auto has = [&](const char* s) { return what.find(s) != std::string::npos; };
     if (has("check")) {
-        check<bf16, Ending::kSingle>(); check<bf16, Ending::kStore>(); check<bf16, Ending::kAdd>(); check<bf16, Ending::kSilu>(); 
+        check<bf16, Ending::kSingle>(); printf("%d of %d bad after single\n", bad, cases); check<bf16, Ending::kStore>(); check<bf16, Ending::kAdd>(); check<bf16, Ending::kSilu>(); 
         if (has("f16")) { check<f16, Ending::kSingle>(); check<f16, Ending::kSilu>(); }
         printf("four bits: %d of %d cases bad; worst error %.3g of the sum of magnitudes, wide %.3g\n", bad, cases, worst_few, worst_wide); fflush(stdout);
     }
     const size_t units = (size_t(5) << 30) / 640; CK(cudaMalloc(&fours, units * 640)); four_fill<<<2048, 256, 0, stream>>>(fours, units, 7);
     CK(cudaMalloc(&io_x, size_t(1024) * 11008 * 4)); CK(cudaMalloc(&io_out, size_t(1024) * 32000 * 4)); CK(cudaMalloc(&io_norm, 32768 * 4));
     fill<bf16><<<1024, 256, 0, stream>>>((bf16*)io_x, size_t(1024) * 11008 * 2, 1, 1.0f); fill<float><<<64, 256, 0, stream>>>(io_norm, 32768, 4, 1.0f); CK(cudaMemsetAsync(io_out, 0, size_t(1024) * 32000 * 4, stream)); CK(cudaStreamSynchronize(stream));
-    if (has("few")) { for (auto& v : of(kSeven[2], 1, true)) if (v.name == "f1.6n") for (int i = 0; i < 4; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, 1}); CK(cudaStreamSynchronize(stream)); return 0; }
+    if (has("few")) { for (auto& v : of(kSeven[2], 1, true)) if (v.name == "f1.12n") for (int i = 0; i < 4; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, 1}); CK(cudaStreamSynchronize(stream)); return 0; }
     if (has("wide")) { for (int rows : {64, 256}) for (auto& v : of(kSeven[2], rows, true)) if (v.name == "w2x64/1" || v.name == "w1x64/2" || (rows == 256 && v.name == "w2x128/2")) for (int i = 0; i < 2; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, rows}); CK(cudaStreamSynchronize(stream)); return 0; }
     Lt the; lt = &the;
     dense_bytes = size_t(14) << 30; CK(cudaMalloc(&dense_weights, dense_bytes)); fill<bf16><<<2048, 256, 0, stream>>>((bf16*)dense_weights, dense_bytes / 2, 9, 0.05f); CK(cudaStreamSynchronize(stream));
-    if (has("step")) for (int rows : {1, 8, 16}) for (int depth : {4, 6, 8}) if (depth < 8 || rows <= 8) step(rows, depth);
-    if (has("products")) { products({1, 8, 16}, true); products({17, 32, 64, 128, 256, 512, 1024}, false); }
+    if (has("step")) for (int rows : {1, 2, 8, 16}) for (int depth : {6, 8, 12}) if ((depth == 6) == (rows > 8)) step(rows, depth);
+    if (has("products")) { products({1, 8, 16, 17, 64, 128, 256, 512}); }
     return bad != 0;
 }

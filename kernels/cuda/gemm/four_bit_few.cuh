@@ -1,9 +1,10 @@
 // Products of at most 16 rows with a matrix of four-bit weights, at the speed at which the matrix can be read.
 //
-// A CTA takes tiles of 16 outputs that follow each other, and its warps take equal parts of the sequence of their units, each a run of memory. A lane reads
-// what it multiplies with straight into registers, kDepth units ahead, beginning before the kernel waits for the one before it. The input is in shared memory, in
-// the order of the matrix fragments, with the sum of every group beside it: numbers are multiplied with the offset that makes them elements, and minimum
-// and offset count for the group's sum. Where a warp comes to the end of a tile or of its part, its sums go to shared memory; at the end of all they are
+// A CTA takes tiles of 16 outputs that follow each other, and its warps take equal parts of the sequence of their units, each a run of memory. It goes through
+// a ring in shared memory that belongs to the warp alone, kStages units ahead, beginning before the kernel waits for the one before it. (Loads into registers do
+// not do: a warp has six scoreboards, so that waiting for the oldest load is waiting for newer ones.) The input is in shared memory, in the order of the matrix
+// fragments, with the sum of every group beside it: numbers are multiplied with the offset that makes them elements, and minimum and offset count for the
+// group's sum. Where a warp comes to the end of a tile or of its part, its sums go to shared memory; at the end of all they are
 // added in the order of the warps. The bits of a result depend on the operands and on the number of CTAs, not on other rows.
 //
 // Long rows of many columns do not fit: they are taken in phases, one part of the inner dimension after the other.
@@ -27,14 +28,16 @@ struct FourBitFewParams {
     uint32_t outputs;     // a multiple of 16
     uint32_t rows;        // 8 kColumns at most
     uint32_t phases;      // parts of the inner dimension, 1 where it is normalised
-    uint32_t ahead;       // units of a warp that go to the second-level cache behind those that it reads ahead
     float epsilon;
 };
 
-/// Bytes of shared memory: rows, the sums of their groups, the sums of the warps.
-constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32_t rows, uint32_t columns, uint32_t phases, uint32_t blocks) {
+/// Packs that a thread loads at once.
+constexpr int kFewLoads = 8;
+
+/// Bytes of shared memory: the ring, rows, the sums of their groups, the sums of the warps.
+constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32_t rows, uint32_t columns, uint32_t phases, uint32_t blocks, uint32_t stages) {
     const uint32_t units = (inputs / kFourBitUnit + phases - 1) / phases, tiles = (outputs / kFourBitTile + blocks - 1) / blocks;
-    return rows * (units * kFourBitUnit * 2 + kInputPad) + units * columns * 64 + phases * (tiles + kFewWarps) * columns * 512;
+    return kFewWarps * stages * kFourBitBytes + rows * (units * kFourBitUnit * 2 + kInputPad) + units * columns * 64 + phases * (tiles + kFewWarps) * columns * 512;
 }
 
 /// d = a b.
@@ -73,27 +76,6 @@ __device__ __forceinline__ void few_multiply_add<F16>(float (&d)[4], const uint3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// Reads of weights: past the first-level cache, and first to leave the second.
-class ReadOnce {
-  public:
-    __device__ __forceinline__ ReadOnce() { asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_)); }
-
-    /// A unit's piece of lane (g, t), if it is `there`: `numbers` is where the lane's are, `scales` where those of g are.
-    __device__ __forceinline__ void operator()(FourBitPiece& piece, const uint8_t* numbers, const uint8_t* scales, bool there) const {
-        asm volatile(
-            "{.reg .pred p;\n"
-            "setp.ne.u32 p, %10, 0;\n"
-            "@p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%8], %11;\n"
-            "@p ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%4,%5,%6,%7}, [%9], %11;}"
-            : "=r"(piece.numbers.x), "=r"(piece.numbers.y), "=r"(piece.numbers.z), "=r"(piece.numbers.w), "=r"(piece.scales.x), "=r"(piece.scales.y),
-              "=r"(piece.scales.z), "=r"(piece.scales.w)
-            : "l"(numbers), "l"(scales), "r"(uint32_t(there)), "l"(policy_));
-    }
-
-  private:
-    uint64_t policy_;
-};
-
 /// Puts eight elements of a row, pack `at` of the phase, where the fragments want them, and the sum of the group beside. Lanes of four packs of a group
 /// come together; of those that are not `there` nothing is put.
 template <typename T, int kColumns>
@@ -112,7 +94,7 @@ __device__ __forceinline__ void put_pack(uint8_t* input, float* sums, uint32_t p
     if (at % 4 == 0) sums[((at / 8 * kColumns + row / 8) * 4 + row % 8 / 2) * 4 + at / 4 % 2 * 2 + row % 2] = sum;
 }
 
-template <typename T, int kColumns, int kDepth, bool kNormed, bool kPhased, Ending kEnding>
+template <typename T, int kColumns, int kStages, bool kNormed, bool kPhased, Ending kEnding>
 __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float scratch[2 * WARP];
@@ -122,10 +104,10 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     const unsigned first_tile = unsigned(uint64_t(all_tiles) * blockIdx.x / gridDim.x);
     const unsigned tiles = unsigned(uint64_t(all_tiles) * (blockIdx.x + 1) / gridDim.x) - first_tile;
     const unsigned most_units = kPhased ? (all_units + a.phases - 1) / a.phases : all_units, pitch = most_units * kFourBitUnit * 2 + kInputPad;
-    uint8_t* const input = shared;
-    float* const group_sums = reinterpret_cast<float*>(shared + a.rows * pitch);
+    uint8_t* const input = shared + kFewWarps * kStages * kFourBitBytes;
+    float* const group_sums = reinterpret_cast<float*>(input + a.rows * pitch);
     float4* const slots = reinterpret_cast<float4*>(group_sums + most_units * kColumns * 16);
-    const ReadOnce read_once;
+    const CopyOnce copy_once;
 
     constexpr bool kHalf = kEnding == Ending::kSilu;
     constexpr unsigned kWide = kHalf ? kFourBitTile / 2 : kFourBitTile;
@@ -134,44 +116,47 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     float before = 0.0f;
 
     const unsigned phases = kPhased ? a.phases : 1;
+
+    // ---- the ring: what is copied next ----
+    const uint8_t* const own = shared + warp * (kStages * kFourBitBytes);
+    const uint32_t ring = shared_address(own) + lane * 16;
+    const uint8_t* next = nullptr;
+    unsigned next_phase = 0, next_left = 0, next_unit = 0, next_units = 0;
+    // A phase's units of this warp: [first, first + count) of the sequence of all units of all tiles.
+    const auto enter_phase = [&] {
+        const unsigned first_unit = all_units * next_phase / phases;
+        next_units = all_units * (next_phase + 1) / phases - first_unit;
+        const unsigned first = tiles * next_units * warp / kFewWarps;
+        next_left = tiles * next_units * (warp + 1) / kFewWarps - first;
+        next_unit = first % next_units;
+        next = static_cast<const uint8_t*>(a.weights) + (size_t(first_tile + first / next_units) * all_units + first_unit + next_unit) * kFourBitBytes + lane * 16;
+        ++next_phase;
+    };
+    enter_phase();
+    const auto copy_unit = [&](unsigned stage) {
+        if (kPhased) {
+            while (next_left == 0 && next_phase < phases) enter_phase();
+        }
+        if (next_left > 0) {
+            const uint32_t to = ring + stage;
+            copy_once(to, next, 16);
+            if (lane < 8) copy_once(to + kFourBitScales, next + kFourBitScales, 16);
+            next += kFourBitBytes;
+            --next_left;
+            if (kPhased && ++next_unit == next_units) {
+                next_unit = 0;
+                next += size_t(all_units - next_units) * kFourBitBytes;
+            }
+        }
+        commit_copies();
+    };
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) copy_unit(stage * kFourBitBytes);
+    unsigned stage = 0;
+
     for (unsigned phase = 0; phase < phases; ++phase) {
         const unsigned first_unit = all_units * phase / phases, units = all_units * (phase + 1) / phases - first_unit;
-        // This warp's part of the sequence of all units of all tiles: [first, first + count).
         const unsigned first = tiles * units * warp / kFewWarps, count = tiles * units * (warp + 1) / kFewWarps - first;
-        const uint8_t* numbers = static_cast<const uint8_t*>(a.weights) + (size_t(first_tile + first / units) * all_units + first_unit + first % units) * kFourBitBytes;
-        const size_t skip = size_t(all_units - units) * kFourBitBytes;
-        const uint8_t* scales = numbers + kFourBitScales + g * 16;
-        numbers += lane * 16;
-        unsigned read_unit = first % units;
-        // Reads the unit `i` places behind the next one. In one phase a warp's units are a run, whose place moves once for kDepth of them.
-        const auto read = [&](FourBitPiece& piece, int i, bool there) {
-            if constexpr (kPhased) {
-                read_once(piece, numbers, scales, there);
-                size_t step = kFourBitBytes;
-                if (++read_unit == units) {
-                    read_unit = 0;
-                    step += skip;
-                }
-                numbers += step;
-                scales += step;
-            } else {
-                read_once(piece, numbers + i * kFourBitBytes, scales + i * kFourBitBytes, there);
-            }
-        };
-        const auto move_on = [&] {
-            if constexpr (!kPhased) {
-                numbers += kDepth * kFourBitBytes;
-                scales += kDepth * kFourBitBytes;
-            }
-        };
-        FourBitPiece ring[kDepth];
-#pragma unroll
-        for (int i = 0; i < kDepth; ++i) read(ring[i], i, unsigned(i) < count);
-        move_on();
-        if (!kPhased && a.ahead > 0 && count > kDepth && lane == 0) {
-            const uint32_t bytes = min(count - kDepth, a.ahead) * kFourBitBytes;
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(numbers), "r"(bytes) : "memory");
-        }
 
         // ---- the input: what earlier kernels wrote ----
         if constexpr (kNormed) {
@@ -217,14 +202,24 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
                 __syncthreads();
             }
             const unsigned packs = units * (kFourBitUnit / 8), total = a.rows * packs;
-            for (unsigned index = threadIdx.x; index - threadIdx.x < total; index += kFewThreads) {
-                const unsigned row = index / packs, at = index % packs;
-                Pack<T> pack = {};
-                if (index < total) {
-                    const uint4 x = __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(a.x) + size_t(row) * a.inputs + first_unit * kFourBitUnit) + at);
-                    pack = reinterpret_cast<const Pack<T>&>(x);
+            // Several loads at once: each takes as long as all of them.
+            for (unsigned base = 0; base < total; base += kFewLoads * kFewThreads) {
+                uint4 loaded[kFewLoads];
+#pragma unroll
+                for (int i = 0; i < kFewLoads; ++i) {
+                    const unsigned index = base + i * kFewThreads + threadIdx.x, row = index / packs, at = index % packs;
+                    loaded[i] = make_uint4(0, 0, 0, 0);
+                    if (index < total) {
+                        loaded[i] = __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(a.x) + size_t(row) * a.inputs + first_unit * kFourBitUnit) + at);
+                    }
                 }
-                put_pack<T, kColumns>(input, group_sums, pitch, row, at, pack, index < total);
+#pragma unroll
+                for (int i = 0; i < kFewLoads; ++i) {
+                    const unsigned index = base + i * kFewThreads + threadIdx.x, row = index / packs, at = index % packs;
+                    // The same for all threads: they come together in the sums.
+                    if (base + i * kFewThreads >= total) break;
+                    put_pack<T, kColumns>(input, group_sums, pitch, row, at, reinterpret_cast<const Pack<T>&>(loaded[i]), index < total);
+                }
             }
         }
         if constexpr (kEnding == Ending::kAdd) {
@@ -294,22 +289,22 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
                 }
             }
         };
-        for (unsigned done = 0; done < count; done += kDepth) {
+        for (unsigned done = 0; done < count; ++done) {
+            wait_copies<kStages - 1>();
+            // Scales were copied by others.
+            __syncwarp();
+            const uint8_t* const at = own + stage;
+            multiply_unit(FourBitPiece{*reinterpret_cast<const uint4*>(at + lane * 16), *reinterpret_cast<const uint4*>(at + kFourBitScales + g * 16)});
+            __syncwarp();
+            copy_unit(stage);
+            stage = stage == (kStages - 1) * kFourBitBytes ? 0 : stage + kFourBitBytes;
+            if (--left == 0) {
+                left = units;
 #pragma unroll
-            for (int i = 0; i < kDepth; ++i) {
-                if (done + i < count) {
-                    multiply_unit(ring[i]);
-                    read(ring[i], i, done + i + kDepth < count);
-                    if (--left == 0) {
-                        left = units;
-#pragma unroll
-                        for (int column = 0; column < kColumns; ++column) rows[column] -= units * (kFourBitUnit * 2);
-                        sums_of -= units * (kColumns * 4);
-                        put_sums();
-                    }
-                }
+                for (int column = 0; column < kColumns; ++column) rows[column] -= units * (kFourBitUnit * 2);
+                sums_of -= units * (kColumns * 4);
+                put_sums();
             }
-            move_on();
         }
         if (left != units && count > 0) put_sums();
     }

@@ -33,8 +33,6 @@ const WIDE_THREADS: u32 = 384;
 /// Threads of a block that widens, and blocks for each multiprocessor.
 const WIDEN_THREADS: u32 = 256;
 const WIDEN_BLOCKS: u32 = 16;
-/// Units that a warp of few rows has brought to the second-level cache, behind those that it reads ahead.
-const AHEAD: u32 = 8;
 
 /// A matrix `[outputs][inputs]` in tiles.
 #[derive(Clone, Copy)]
@@ -52,11 +50,12 @@ impl<'a> FourBitMatrix<'a> {
     /// Sides that are not whole tiles of whole units, or bytes of another length or place.
     pub fn new(shape: GemmShape, tiles: View<'a, u8>, interleaved: bool) -> Result<Self, ShapeError> {
         let GemmShape { inputs, outputs } = shape;
-        let bytes = four_bit_bytes(outputs, inputs).filter(|&bytes| bytes > 0).ok_or(ShapeError::Dimension {
-            what: "four-bit matrix",
-            needed: "outputs in tiles of 16, inputs in units of 64",
-            found: outputs,
-        })?;
+        let bytes =
+            four_bit_bytes(outputs, inputs).filter(|&bytes| bytes > 0).ok_or(ShapeError::Dimension {
+                what: "four-bit matrix",
+                needed: "outputs in tiles of 16, inputs in units of 64",
+                found: outputs,
+            })?;
         length("four-bit matrix", bytes, tiles.len())?;
         if !tiles.address().is_multiple_of(128) {
             let (what, needed) = ("four-bit matrix", "at a multiple of 128 bytes");
@@ -139,10 +138,10 @@ struct FewArgs {
     outputs: u32,
     rows: u32,
     phases: u32,
-    ahead: u32,
     epsilon: f32,
+    unused: u32,
 }
-// SAFETY: the fields of FourBitFewParams in gemm/four_bit_few.cuh, without padding.
+// SAFETY: the fields of FourBitFewParams in gemm/four_bit_few.cuh; the last is its padding.
 unsafe impl Params for FewArgs {}
 
 /// Queues `source[rows][inputs] · weightsᵀ` of few rows, added up in single precision, with its ending: [`Ending::Silu`] of an interleaved
@@ -186,8 +185,8 @@ pub fn few<T: Half>(
         outputs: outputs as u32,
         rows: rows as u32,
         phases: plan.phases,
-        ahead: AHEAD,
         epsilon,
+        unused: 0,
     };
     let function = &products.few[plan.form as usize][index][T::INDEX];
     // SAFETY: lengths of the input, the tiles, the norm's and the output's were compared with rows, inputs and outputs; the kernel reads tiles
@@ -238,8 +237,7 @@ pub fn wide<T: Half>(
         rows: rows as u32,
         row_blocks: plan.row_blocks,
     };
-    let grid =
-        Grid { blocks: (plan.blocks(), 1), threads: WIDE_THREADS, shared: plan.form.shared() as u32 };
+    let grid = Grid { blocks: (plan.blocks(), 1), threads: WIDE_THREADS, shared: plan.form.shared() as u32 };
     let function = &products.wide[plan.form as usize][index][T::INDEX];
     let how = Launch { early: true, cluster: plan.split };
     // SAFETY: lengths of the input, the tiles and the output were compared with rows, inputs and outputs; the map is of the input's rows, and gives

@@ -237,8 +237,7 @@ pub(super) unsafe fn launch_with<P: Params>(
     use sys::CUlaunchAttributeID as Id;
     use sys::CUlaunchAttributeValue as Value;
     stream.device().bind()?;
-    let cluster =
-        sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: how.cluster, y: 1, z: 1 };
+    let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: how.cluster, y: 1, z: 1 };
     let early = Value { programmaticStreamSerializationAllowed: 1 };
     let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
     let mut attributes: Vec<sys::CUlaunchAttribute> = Vec::with_capacity(2);

@@ -12,11 +12,13 @@ const MOST_NORMED: usize = 2;
 /// Most rows that are multiplied by these kernels: more are the library's, with the weights as elements.
 pub(super) const MOST_WIDE: usize = 256;
 /// Most parts that few rows' inputs are taken in.
-const MOST_PHASES: usize = 8;
+const MOST_PHASES: usize = 16;
 /// Bytes behind a row in shared memory.
 const PAD: usize = 64;
 /// Warps of a block of few rows.
 const WARPS: usize = 16;
+/// Bytes of a unit of a tile.
+const UNIT_BYTES: usize = 640;
 
 /// Forms of few rows, as in `four_bit_sm90.cu`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -76,10 +78,15 @@ impl FewPlan {
     }
 }
 
-/// Bytes of shared memory: rows, the sums of their groups, the sums of the warps, as in `gemm/four_bit_few.cuh`.
+/// Bytes of shared memory: the ring, rows, the sums of their groups, the sums of the warps, as in `gemm/four_bit_few.cuh`.
 fn shared(units: usize, tiles: usize, rows: usize, phases: usize) -> usize {
     let columns = rows.div_ceil(8);
-    rows * (units * FOUR_BIT_UNIT * 2 + PAD) + units * columns * 64 + phases * (tiles + WARPS) * columns * 512
+    // Units that a warp reads ahead.
+    let stages = if columns == 1 { 12 } else { 6 };
+    WARPS * stages * UNIT_BYTES
+        + rows * (units * FOUR_BIT_UNIT * 2 + PAD)
+        + units * columns * 64
+        + phases * (tiles + WARPS) * columns * 512
 }
 
 /// Forms of more rows: by how many of them a block takes.
@@ -151,7 +158,8 @@ impl WidePlan {
             33..=64 => Wide::Of64,
             _ => Wide::Of128,
         };
-        let (row_blocks, output_blocks) = (rows.div_ceil(form.rows()), shape.outputs.div_ceil(form.outputs()));
+        let (row_blocks, output_blocks) =
+            (rows.div_ceil(form.rows()), shape.outputs.div_ceil(form.outputs()));
         let units = shape.inputs / FOUR_BIT_UNIT;
         let room = multiprocessors as usize * form.together();
         // What a block takes beside its units, in units: its start and the sums at its end, which more blocks bring about more of.

@@ -10,6 +10,7 @@ use crate::cuda::{
     CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep,
     DeviceKvLayout, GemmOutput, Half, Place, SharedBuffer, Stream, TokenSource, fill_normal,
 };
+use crate::four_bit::DecoderForms;
 
 /// Tokens of a row: the step of the third is a recorded one.
 const STEPS: u32 = 3;
@@ -58,7 +59,7 @@ fn decoder<T: Half + GemmOutput>(
     shape: &DecoderShape,
     exact: bool,
 ) -> Result<Decoder<T>, CudaError> {
-    let places = DecoderPlaces::new(shape)?;
+    let places = DecoderPlaces::new(shape, &DecoderForms::halves(shape.layers))?;
     let layout = DeviceKvLayout::blocks_outermost(shape.layers, shape.kv_heads, shape.head_dim, 16)?;
     let mut weights = SharedBuffer::create(stream.device(), places.bytes)?;
     let mut kv = SharedBuffer::create(stream.device(), layout.arena_bytes(BLOCKS)?)?;
@@ -87,7 +88,13 @@ fn decoder<T: Half + GemmOutput>(
         blocks: BLOCKS,
         exact,
     };
-    Decoder::new(stream, shape.clone(), layout, DecoderMemory { weights, kv, offset: 0 }, limits)
+    Decoder::new(
+        stream,
+        shape.clone(),
+        layout,
+        DecoderMemory { weights, forms: DecoderForms::halves(shape.layers), kv, offset: 0 },
+        limits,
+    )
 }
 
 /// Logits of each row's last token.
