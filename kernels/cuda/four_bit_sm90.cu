@@ -20,11 +20,11 @@ static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 4, 132, 6) == 6 * 
         PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, columns, stages, normed, phased, pagedd::Ending::end>(params)); \
     }
 
-#define PAGEDD_WIDE(name, element, form, parts, rows, stages, registers, blocks, shared, ending, end)            \
+#define PAGEDD_WIDE(name, element, form, parts, rows, stages, blocks, shared, ending, end)                       \
     static_assert(pagedd::FourBitWideShape<parts, rows, stages>::kSharedBytes == shared, "the host's number");   \
     extern "C" __global__ void __launch_bounds__(pagedd::kWideThreads, blocks)                                   \
         pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitWideParams params) {   \
-        PAGEDD_ON_SM90(pagedd::four_bit_wide<pagedd::element, parts, rows, stages, registers, pagedd::Ending::end>(params)); \
+        PAGEDD_ON_SM90(pagedd::four_bit_wide<pagedd::element, parts, rows, stages, blocks, pagedd::Ending::end>(params)); \
     }
 
 #define PAGEDD_FOUR_BIT_FORMS(ending, end, name, element)                                    \
@@ -33,9 +33,9 @@ static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 4, 132, 6) == 6 * 
     PAGEDD_FEW(name, element, few_phased, 1, 12, false, true, ending, end)                    \
     PAGEDD_FEW(name, element, few16, 2, 6, false, false, ending, end)                        \
     PAGEDD_FEW(name, element, few16_phased, 2, 6, false, true, ending, end)                  \
-    PAGEDD_WIDE(name, element, wide32, 1, 32, 6, 104, 2, 56320, ending, end)                 \
-    PAGEDD_WIDE(name, element, wide64, 1, 64, 6, 104, 2, 80896, ending, end)                 \
-    PAGEDD_WIDE(name, element, wide128, 2, 128, 6, 232, 1, 160768, ending, end)
+    PAGEDD_WIDE(name, element, wide32, 1, 32, 6, 2, 56320, ending, end)                      \
+    PAGEDD_WIDE(name, element, wide64, 1, 64, 6, 2, 80896, ending, end)                      \
+    PAGEDD_WIDE(name, element, wide128, 2, 128, 6, 1, 160768, ending, end)
 
 #define PAGEDD_FOUR_BIT_TYPES(ending, end)               \
     PAGEDD_FOUR_BIT_FORMS(ending, end, bf16, Bf16)       \

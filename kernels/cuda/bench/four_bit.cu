@@ -1,5 +1,5 @@
-// Four-bit products beside bf16 ones: right against sums in double precision, and how long they take. A program of its own; `four_bit check`, `four_bit products`,
-// `four_bit step`, `four_bit few|wide` (one launch of each, for a profiler).
+// Four-bit products beside bf16 ones: right against sums in double precision, and how long they take. A program of its own: `four_bit check few|wide|f16`,
+// `four_bit products ROWS ...`, `four_bit step ROWS ...`, `four_bit few|wide` (one launch of each, for a profiler).
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -19,8 +19,8 @@ using namespace pagedd;
 
 template <typename T, int C, int D, bool N, bool P, Ending E>
 __global__ void __launch_bounds__(kFewThreads, 1) few(const __grid_constant__ FourBitFewParams p) { four_bit_few<T, C, D, N, P, E>(p); }
-template <typename T, int A, int R, int S, int G, int M, Ending E>
-__global__ void __launch_bounds__(kWideThreads, M) wide(const __grid_constant__ FourBitWideParams p) { four_bit_wide<T, A, R, S, G, E>(p); }
+template <typename T, int A, int R, int S, int M, Ending E>
+__global__ void __launch_bounds__(kWideThreads, M) wide(const __grid_constant__ FourBitWideParams p) { four_bit_wide<T, A, R, S, M, E>(p); }
 template <typename T, int A, int B, int S, Input I, Ending E>
 __global__ void __launch_bounds__(kProductThreads, 1) dense(const __grid_constant__ SmallRowsParams p) { small_rows<T, A, B, S, I, E>(p); }
 struct WidenParams { const void* w; void* out; uint32_t outputs, inputs, interleaved; };
@@ -67,8 +67,8 @@ static CUtensorMap map_of(const void* x, int in, int rows, int box, bool half) {
     CK(encode(&m, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(x), dims, strides, b, one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
     return m;
 }
-template <typename T, int A, int R, int S, int G, int M, Ending E> static Variant wide_variant(int split) {
-    auto k = wide<T, A, R, S, G, M, E>;
+template <typename T, int A, int R, int S, int M, Ending E> static Variant wide_variant(int split) {
+    auto k = wide<T, A, R, S, M, E>;
     using Shape = FourBitWideShape<A, R, S>;
     CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes));
     char name[64]; snprintf(name, 64, "w%dx%d/%d", A, R, split);
@@ -94,12 +94,12 @@ template <typename T, Ending E> static std::vector<Variant> fews() {
 template <typename T, Ending E> static std::vector<Variant> wides(int rows) {
     std::vector<Variant> v;
     for (int s : {1, 2, 4, 8}) {
-        if (rows <= 32) v.push_back(wide_variant<T, 1, 32, 6, 104, 2, E>(s));
-        if (rows <= 64) v.push_back(wide_variant<T, 1, 64, 6, 104, 2, E>(s));
-        if (rows > 32 && rows <= 128) v.push_back(wide_variant<T, 2, 64, 6, 232, 1, E>(s));
-        if (rows > 64 && rows <= 128) v.push_back(wide_variant<T, 1, 128, 6, 232, 1, E>(s));
-        if (rows > 64) v.push_back(wide_variant<T, 2, 128, 6, 232, 1, E>(s));
-        if (rows > 128) v.push_back(wide_variant<T, 1, 256, 5, 232, 1, E>(s));
+        if (rows <= 32) v.push_back(wide_variant<T, 1, 32, 6, 2, E>(s));
+        if (rows <= 64) v.push_back(wide_variant<T, 1, 64, 6, 2, E>(s));
+        if (rows > 32 && rows <= 128) v.push_back(wide_variant<T, 2, 64, 6, 1, E>(s));
+        if (rows > 64 && rows <= 128) v.push_back(wide_variant<T, 1, 128, 6, 1, E>(s));
+        if (rows > 64) v.push_back(wide_variant<T, 2, 128, 6, 1, E>(s));
+        if (rows > 128) v.push_back(wide_variant<T, 1, 256, 5, 1, E>(s));
     }
     return v;
 }
@@ -247,10 +247,10 @@ template <typename T, Ending E> static void check_shape(const std::vector<Varian
     }
     for (void* p : {(void*)x, (void*)w, (void*)wf, (void*)wide_w, (void*)xr, (void*)norm, (void*)out, (void*)ref, (void*)mag}) cudaFree(p);
 }
-template <typename T, Ending E> static void check() {
+template <typename T, Ending E> static void check(bool few) {
     int shapes[][2] = {{576, 960}, {4096, 496}, {11008, 256}, {64, 48}, {1536, 2128}};
     for (auto& s : shapes) for (int rows : {1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 129, 300}) {
-        if (rows > 65 && (s[0] == 11008 || s[1] == 2128) && rows != 129) continue;
+        if ((rows <= 16) != few || (rows > 65 && (s[0] == 11008 || s[1] == 2128) && rows != 129)) continue;
         std::vector<Variant> v = rows <= 16 ? fews<T, E>() : wides<T, E>(rows);
         check_shape<T, E>(v, s[0], s[1], rows);
     }
@@ -340,21 +340,27 @@ int main(int argc, char** argv) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
     CK(cudaSetDevice(0)); CK(cudaStreamCreate(&stream)); CK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
     cudaDriverEntryPointQueryResult q; CK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000, cudaEnableDefault, &q));
-    const std::string what = argc > 1 ? argv[1] : "check products step";
-    const auto has = [&](const char* s) { return what.find(s) != std::string::npos; };
-    if (has("check")) {
-        check<bf16, Ending::kSingle>(); printf("%d of %d bad after single\n", bad, cases); check<bf16, Ending::kStore>(); check<bf16, Ending::kAdd>(); check<bf16, Ending::kSilu>(); 
-        if (has("f16")) { check<f16, Ending::kSingle>(); check<f16, Ending::kSilu>(); }
-        printf("four bits: %d of %d cases bad; worst error %.3g of the sum of magnitudes, wide %.3g\n", bad, cases, worst_few, worst_wide); fflush(stdout);
+    const std::string what = argc > 1 ? argv[1] : "", part = argc > 2 ? argv[2] : "";
+    std::vector<int> counts;
+    for (int i = 2; i < argc; ++i) counts.push_back(atoi(argv[i]));
+    if (what == "check") {
+        if (part == "f16") {
+            for (bool few : {true, false}) { check<f16, Ending::kSingle>(few); check<f16, Ending::kSilu>(few); }
+        } else {
+            const bool few = part == "few";
+            check<bf16, Ending::kSingle>(few); check<bf16, Ending::kStore>(few); check<bf16, Ending::kAdd>(few); check<bf16, Ending::kSilu>(few);
+        }
+        printf("check %s: %d of %d cases bad; worst error %.3g of the sum of magnitudes, wide %.3g\n", part.c_str(), bad, cases, worst_few, worst_wide);
+        return bad != 0;
     }
     const size_t units = (size_t(5) << 30) / 640; CK(cudaMalloc(&fours, units * 640)); four_fill<<<2048, 256, 0, stream>>>(fours, units, 7);
     CK(cudaMalloc(&io_x, size_t(1024) * 11008 * 4)); CK(cudaMalloc(&io_out, size_t(1024) * 32000 * 4)); CK(cudaMalloc(&io_norm, 32768 * 4));
     fill<bf16><<<1024, 256, 0, stream>>>((bf16*)io_x, size_t(1024) * 11008 * 2, 1, 1.0f); fill<float><<<64, 256, 0, stream>>>(io_norm, 32768, 4, 1.0f); CK(cudaMemsetAsync(io_out, 0, size_t(1024) * 32000 * 4, stream)); CK(cudaStreamSynchronize(stream));
-    if (has("few")) { for (auto& v : of(kSeven[2], 1, true)) if (v.name == "f1.12n") for (int i = 0; i < 4; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, 1}); CK(cudaStreamSynchronize(stream)); return 0; }
-    if (has("wide")) { for (int rows : {64, 256}) for (auto& v : of(kSeven[2], rows, true)) if (v.name == "w2x64/1" || v.name == "w1x64/2" || (rows == 256 && v.name == "w2x128/2")) for (int i = 0; i < 2; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, rows}); CK(cudaStreamSynchronize(stream)); return 0; }
+    if (what == "few") { for (auto& v : of(kSeven[2], 1, true)) if (v.name == "f1.12n") for (int i = 0; i < 4; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, 1}); CK(cudaStreamSynchronize(stream)); return 0; }
+    if (what == "wide") { for (int rows : {64, 256}) for (auto& v : of(kSeven[2], rows, true)) if (v.name == "w2x64/1" || v.name == "w1x64/2" || (rows == 256 && v.name == "w2x128/2")) for (int i = 0; i < 2; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, rows}); CK(cudaStreamSynchronize(stream)); return 0; }
     Lt the; lt = &the;
     dense_bytes = size_t(14) << 30; CK(cudaMalloc(&dense_weights, dense_bytes)); fill<bf16><<<2048, 256, 0, stream>>>((bf16*)dense_weights, dense_bytes / 2, 9, 0.05f); CK(cudaStreamSynchronize(stream));
-    if (has("step")) for (int rows : {1, 2, 8, 16}) for (int depth : {6, 8, 12}) if ((depth == 6) == (rows > 8)) step(rows, depth);
-    if (has("products")) { products({1, 8, 16, 17, 64, 128, 256, 512}); }
-    return bad != 0;
+    if (what == "step") for (int rows : counts) for (int depth : {6, 8, 12}) if ((depth == 6) == (rows > 8)) step(rows, depth);
+    if (what == "products") products(counts);
+    return 0;
 }

@@ -94,9 +94,14 @@ __device__ __forceinline__ void keep(uint32_t (&a)[4][4]) {
     for (int step = 0; step < 4; ++step) asm volatile("" : "+r"(a[step][0]), "+r"(a[step][1]), "+r"(a[step][2]), "+r"(a[step][3])::"memory");
 }
 
-template <typename T, int kParts, int kRows, int kStages, int kRegisters, Ending kEnding>
+/// `kBlocks`: CTAs of a multiprocessor, as in the kernel's launch bounds.
+template <typename T, int kParts, int kRows, int kStages, int kBlocks, Ending kEnding>
 __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
     using Shape = FourBitWideShape<kParts, kRows, kStages>;
+    // What a thread has at the start, and what is left of the CTA's where consumers have theirs: more would be waited for without end.
+    constexpr int kAtStart = 65536 / (kWideThreads * kBlocks) / 8 * 8, kConsumer = kBlocks == 1 ? 232 : 104;
+    constexpr int kCopier = (kAtStart * kWideThreads - kConsumer * kWideConsumers * 32) / 128 / 8 * 8;
+    static_assert(kBlocks <= 2 && kCopier >= 24, "registers of a CTA");
     constexpr int kColumns = kRows / 8;
     extern __shared__ __align__(128) uint8_t unaligned[];
     __shared__ __align__(8) uint64_t barriers[2 * kStages];
@@ -122,7 +127,7 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
 
     if (warp >= kWideConsumers) {
         // ---- one warp copies; it is of a group of its own, which leaves its registers to the others ----
-        give_registers<40>();
+        give_registers<kCopier>();
         if (warp == kWideConsumers) {
             const auto weights = [&](unsigned unit) {
                 const uint32_t stage = unit % kStages, barrier = full + stage * 8;
@@ -155,7 +160,7 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
         wait_for_cluster();
     } else {
         // ---- the warps that multiply ----
-        take_registers<kRegisters>();
+        take_registers<kConsumer>();
         const unsigned group = warp / 4;
         float d[kParts][kColumns][4];
         uint32_t elements[2][4][4];
