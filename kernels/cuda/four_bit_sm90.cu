@@ -17,7 +17,7 @@ static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 4, 132, 6) == 6 * 
 #define PAGEDD_FEW(name, element, form, columns, stages, normed, phased, ending, end)                            \
     extern "C" __global__ void __launch_bounds__(pagedd::kFewThreads, 1)                                         \
         pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitFewParams params) {    \
-        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, columns, stages, normed, phased, pagedd::Ending::end>(params)); \
+        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, columns, stages, 1, normed, phased, pagedd::Ending::end>(params)); \
     }
 
 #define PAGEDD_WIDE(name, element, form, parts, rows, stages, blocks, shared, ending, end)                       \

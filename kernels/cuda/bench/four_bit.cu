@@ -17,8 +17,8 @@
 using namespace pagedd;
 #define CK(x) do { auto e_ = (x); if (int(e_) != 0) { printf("%s:%d %s: %d %s\n", __FILE__, __LINE__, #x, int(e_), cudaGetErrorString(cudaError_t(e_))); exit(1); } } while (0)
 
-template <typename T, int C, int D, bool N, bool P, Ending E>
-__global__ void __launch_bounds__(kFewThreads, 1) few(const __grid_constant__ FourBitFewParams p) { four_bit_few<T, C, D, N, P, E>(p); }
+template <typename T, int C, int D, int G, int M, bool N, bool P, Ending E>
+__global__ void __launch_bounds__(kFewThreads, M) few(const __grid_constant__ FourBitFewParams p) { four_bit_few<T, C, D, G, N, P, E>(p); }
 template <typename T, int A, int R, int S, int M, Ending E>
 __global__ void __launch_bounds__(kWideThreads, M) wide(const __grid_constant__ FourBitWideParams p) { four_bit_wide<T, A, R, S, M, E>(p); }
 template <typename T, int A, int B, int S, Input I, Ending E>
@@ -45,21 +45,22 @@ template <class P> static void launch(void (*k)(P), dim3 grid, int threads, int 
 struct Call { const void* x; const float* norm; const void* w; void* out; int in, out_n, rows; };
 struct Variant { std::string name; bool normed, is_wide; std::function<bool(int, int, int)> fits; std::function<void(const Call&)> run; };
 
-template <typename T, int C, int D, bool N, bool P, Ending E> static Variant few_variant() {
-    auto k = few<T, C, D, N, P, E>;
-    CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, 226 * 1024));
+template <typename T, int C, int D, int G, int M, bool N, bool P, Ending E> static Variant few_variant() {
+    auto k = few<T, C, D, G, M, N, P, E>;
+    constexpr uint32_t most = (M == 1 ? 226 : 112) * 1024;
+    CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     auto phases = [](int in, int out, int rows) {
         for (uint32_t p = 1; p <= (P ? 8u : 1u); ++p)
-            if (four_bit_few_shared(in, out, rows, C, p, std::min(out / 16, sms), D) <= 226 * 1024) return p;
+            if (four_bit_few_shared(in, out, rows, C, p, std::min(out / 16, sms), D, G) <= most) return p;
         return 0u;
     };
-    char name[64]; snprintf(name, 64, "f%d.%d%s%s", C, D, N ? "n" : "", P ? "p" : "");
+    char name[64]; snprintf(name, 64, "f%d.%d%s%s%s%s", C, D, G == 2 ? "t" : "", M == 2 ? "x" : "", N ? "n" : "", P ? "p" : "");
     return {name, N, false, [=](int in, int out, int rows) { return rows <= C * 8 && (C == 1 || rows > 8) && phases(in, out, rows) > 0 && (!P || phases(in, out, rows) > 1 || in < 2000) && (!N || (rows <= 2 && in <= 8192)); },
             [=](const Call& c) {
                 const uint32_t ph = phases(c.in, c.out_n, c.rows);
                 FourBitFewParams p = {c.x, c.norm, c.w, c.out, uint32_t(c.in), uint32_t(c.out_n), uint32_t(c.rows), ph, 1e-5f};
                 const int blocks = std::min(c.out_n / 16, sms);
-                launch(k, dim3(blocks), kFewThreads, four_bit_few_shared(c.in, c.out_n, c.rows, C, ph, blocks, D), p, pdl);
+                launch(k, dim3(blocks), kFewThreads, four_bit_few_shared(c.in, c.out_n, c.rows, C, ph, blocks, D, G), p, pdl);
             }};
 }
 static CUtensorMap map_of(const void* x, int in, int rows, int box, bool half) {
@@ -88,8 +89,11 @@ template <int A, int B, int S, Input I, Ending E> static Variant dense_variant(c
             }};
 }
 template <typename T, Ending E> static std::vector<Variant> fews() {
-    return {few_variant<T, 1, 8, false, false, E>(), few_variant<T, 1, 12, false, false, E>(), few_variant<T, 1, 8, true, false, E>(), few_variant<T, 1, 12, true, false, E>(), few_variant<T, 1, 12, false, true, E>(),
-            few_variant<T, 2, 4, false, false, E>(), few_variant<T, 2, 6, false, false, E>(), few_variant<T, 2, 6, false, true, E>()};
+    return {few_variant<T, 1, 12, 1, 1, false, false, E>(), few_variant<T, 1, 12, 1, 1, true, false, E>(), few_variant<T, 1, 12, 1, 1, false, true, E>(),
+            few_variant<T, 1, 8, 1, 2, false, false, E>(), few_variant<T, 1, 8, 1, 2, true, false, E>(), few_variant<T, 1, 6, 1, 2, false, false, E>(), few_variant<T, 1, 6, 1, 2, true, false, E>(),
+            few_variant<T, 1, 6, 2, 1, false, false, E>(), few_variant<T, 1, 6, 2, 1, true, false, E>(),
+            few_variant<T, 2, 6, 1, 1, false, false, E>(), few_variant<T, 2, 6, 1, 1, false, true, E>(),
+            few_variant<T, 2, 2, 2, 1, false, false, E>(), few_variant<T, 2, 3, 2, 1, false, false, E>(), few_variant<T, 2, 3, 2, 1, false, true, E>()};
 }
 template <typename T, Ending E> static std::vector<Variant> wides(int rows) {
     std::vector<Variant> v;
@@ -314,14 +318,22 @@ static void products(const std::vector<int>& row_counts) {
     cudaFree(scratch);
 }
 // All products of a step one after the other, with the norms where they are kernels of their own.
-static void step(int rows, int depth) {
+static void step(int rows, const char* kinds) {
     size_t bytes = 0; for (auto& m : kSeven) bytes += four_bytes(m) * m.count;
     char *res, *normed, *qkv, *act, *att, *logits;
     CK(cudaMalloc(&res, rows * 4096 * 4)); CK(cudaMalloc(&normed, rows * 4096 * 2)); CK(cudaMalloc(&att, rows * 4096 * 2)); CK(cudaMalloc(&qkv, rows * 12288 * 2)); CK(cudaMalloc(&act, rows * 11008 * 2)); CK(cudaMalloc(&logits, size_t(rows) * 32000 * 4));
     fill<float><<<64, 256, 0, stream>>>((float*)res, rows * 4096, 1, 1.0f); fill<bf16><<<64, 256, 0, stream>>>((bf16*)att, rows * 4096, 2, 1.0f);
-    char suffix[8]; snprintf(suffix, 8, ".%d", depth);
-    const auto find = [&](const Matrix& m, bool four, bool n) -> Variant { for (auto& v : of(m, rows, four)) if (v.normed == n && !v.is_wide && (!four || v.name.find(suffix) != std::string::npos)) return v; return of(m, rows, four)[0]; };
-    for (int four = 0; four < 2; ++four) {
+    // The first kind that there is of each product.
+    const auto find = [&](const Matrix& m, bool four, bool n) -> Variant {
+        if (four) {
+            std::string list = kinds, kind;
+            for (size_t at = 0; at < list.size(); at += kind.size() + 1) { kind = list.substr(at, list.find(' ', at) - at); for (auto& v : of(m, rows, four)) if (v.name == kind + (n ? "n" : "")) return v; }
+            for (auto& v : of(m, rows, four)) if (v.normed == n && !v.is_wide) return v;
+        }
+        for (auto& v : of(m, rows, four)) if (v.normed == n) return v;
+        return of(m, rows, four)[0];
+    };
+    for (int four = *kinds ? 1 : 0; four < (*kinds ? 2 : 1); ++four) {
         const bool n = rows <= 2;
         Variant v[5]; for (int i = 0; i < 5; ++i) v[i] = find(kSeven[i], four, n && kSeven[i].normed);
         const auto norms = [&] { NormArgs p = {(float*)res, nullptr, io_norm, nullptr, normed, 4096, 1e-5f}; launch(norm_early, dim3(rows), 256, 0, p, true); };
@@ -360,7 +372,7 @@ int main(int argc, char** argv) {
     if (what == "wide") { for (int rows : {64, 256}) for (auto& v : of(kSeven[2], rows, true)) if (v.name == "w2x64/1" || v.name == "w1x64/2" || (rows == 256 && v.name == "w2x128/2")) for (int i = 0; i < 2; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, rows}); CK(cudaStreamSynchronize(stream)); return 0; }
     Lt the; lt = &the;
     dense_bytes = size_t(14) << 30; CK(cudaMalloc(&dense_weights, dense_bytes)); fill<bf16><<<2048, 256, 0, stream>>>((bf16*)dense_weights, dense_bytes / 2, 9, 0.05f); CK(cudaStreamSynchronize(stream));
-    if (what == "step") for (int rows : counts) for (int depth : {6, 8, 12}) if ((depth == 6) == (rows > 8)) step(rows, depth);
+    if (what == "step") for (int rows : counts) for (const char* kinds : rows > 8 ? std::vector<const char*>{"", "f2.6 f2.6p", "f2.3t f2.2t f2.3tp"} : std::vector<const char*>{"", "f1.12", "f1.8x f1.6x", "f1.6x", "f1.6t"}) step(rows, kinds);
     if (what == "products") products(counts);
     return 0;
 }

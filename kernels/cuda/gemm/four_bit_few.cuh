@@ -35,9 +35,12 @@ struct FourBitFewParams {
 constexpr int kFewLoads = 8;
 
 /// Bytes of shared memory: the ring, rows, the sums of their groups, the sums of the warps.
-constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32_t rows, uint32_t columns, uint32_t phases, uint32_t blocks, uint32_t stages) {
+constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32_t rows, uint32_t columns, uint32_t phases, uint32_t blocks, uint32_t stages,
+                                       uint32_t together = 1) {
     const uint32_t units = (inputs / kFourBitUnit + phases - 1) / phases, tiles = (outputs / kFourBitTile + blocks - 1) / blocks;
-    return kFewWarps * stages * kFourBitBytes + rows * (units * kFourBitUnit * 2 + kInputPad) + units * columns * 64 + phases * (tiles + kFewWarps) * columns * 512;
+    const uint32_t groups = (tiles + together - 1) / together;
+    return kFewWarps * stages * together * kFourBitBytes + rows * (units * kFourBitUnit * 2 + kInputPad) + units * columns * 64 +
+           phases * (groups + kFewWarps) * together * columns * 512;
 }
 
 /// d = a b.
@@ -94,7 +97,8 @@ __device__ __forceinline__ void put_pack(uint8_t* input, float* sums, uint32_t p
     if (at % 4 == 0) sums[((at / 8 * kColumns + row / 8) * 4 + row % 8 / 2) * 4 + at / 4 % 2 * 2 + row % 2] = sum;
 }
 
-template <typename T, int kColumns, int kStages, bool kNormed, bool kPhased, Ending kEnding>
+/// `kTogether`: tiles that a warp takes at once, for which it reads the input once.
+template <typename T, int kColumns, int kStages, int kTogether, bool kNormed, bool kPhased, Ending kEnding>
 __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float scratch[2 * WARP];
@@ -104,7 +108,9 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     const unsigned first_tile = unsigned(uint64_t(all_tiles) * blockIdx.x / gridDim.x);
     const unsigned tiles = unsigned(uint64_t(all_tiles) * (blockIdx.x + 1) / gridDim.x) - first_tile;
     const unsigned most_units = kPhased ? (all_units + a.phases - 1) / a.phases : all_units, pitch = most_units * kFourBitUnit * 2 + kInputPad;
-    uint8_t* const input = shared + kFewWarps * kStages * kFourBitBytes;
+    constexpr unsigned kStageBytes = kTogether * kFourBitBytes;
+    const unsigned groups = (tiles + kTogether - 1) / kTogether;
+    uint8_t* const input = shared + kFewWarps * kStages * kStageBytes;
     float* const group_sums = reinterpret_cast<float*>(input + a.rows * pitch);
     float4* const slots = reinterpret_cast<float4*>(group_sums + most_units * kColumns * 16);
     const CopyOnce copy_once;
@@ -118,18 +124,19 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     const unsigned phases = kPhased ? a.phases : 1;
 
     // ---- the ring: what is copied next ----
-    const uint8_t* const own = shared + warp * (kStages * kFourBitBytes);
+    const uint8_t* const own = shared + warp * (kStages * kStageBytes);
     const uint32_t ring = shared_address(own) + lane * 16;
     const uint8_t* next = nullptr;
-    unsigned next_phase = 0, next_left = 0, next_unit = 0, next_units = 0;
-    // A phase's units of this warp: [first, first + count) of the sequence of all units of all tiles.
+    unsigned next_phase = 0, next_left = 0, next_unit = 0, next_units = 0, next_tile = 0;
+    // A phase's units of this warp: [first, first + count) of the sequence of all units of all groups of tiles.
     const auto enter_phase = [&] {
         const unsigned first_unit = all_units * next_phase / phases;
         next_units = all_units * (next_phase + 1) / phases - first_unit;
-        const unsigned first = tiles * next_units * warp / kFewWarps;
-        next_left = tiles * next_units * (warp + 1) / kFewWarps - first;
+        const unsigned first = groups * next_units * warp / kFewWarps;
+        next_left = groups * next_units * (warp + 1) / kFewWarps - first;
         next_unit = first % next_units;
-        next = static_cast<const uint8_t*>(a.weights) + (size_t(first_tile + first / next_units) * all_units + first_unit + next_unit) * kFourBitBytes + lane * 16;
+        next_tile = first / next_units * kTogether;
+        next = static_cast<const uint8_t*>(a.weights) + (size_t(first_tile + next_tile) * all_units + first_unit + next_unit) * kFourBitBytes + lane * 16;
         ++next_phase;
     };
     enter_phase();
@@ -138,25 +145,32 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
             while (next_left == 0 && next_phase < phases) enter_phase();
         }
         if (next_left > 0) {
-            const uint32_t to = ring + stage;
-            copy_once(to, next, 16);
-            if (lane < 8) copy_once(to + kFourBitScales, next + kFourBitScales, 16);
+#pragma unroll
+            for (unsigned tile = 0; tile < kTogether; ++tile) {
+                // The last group may have a tile less: what is multiplied in its place is nobody's.
+                if (tile > 0 && next_tile + tile >= tiles) break;
+                const uint32_t to = ring + stage + tile * kFourBitBytes;
+                const uint8_t* const from = next + size_t(tile) * all_units * kFourBitBytes;
+                copy_once(to, from, 16);
+                if (lane < 8) copy_once(to + kFourBitScales, from + kFourBitScales, 16);
+            }
             next += kFourBitBytes;
             --next_left;
-            if (kPhased && ++next_unit == next_units) {
+            if ((kPhased || kTogether > 1) && ++next_unit == next_units) {
                 next_unit = 0;
-                next += size_t(all_units - next_units) * kFourBitBytes;
+                next_tile += kTogether;
+                next += size_t(kTogether * all_units - next_units) * kFourBitBytes;
             }
         }
         commit_copies();
     };
 #pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) copy_unit(stage * kFourBitBytes);
+    for (int stage = 0; stage < kStages; ++stage) copy_unit(stage * kStageBytes);
     unsigned stage = 0;
 
     for (unsigned phase = 0; phase < phases; ++phase) {
         const unsigned first_unit = all_units * phase / phases, units = all_units * (phase + 1) / phases - first_unit;
-        const unsigned first = tiles * units * warp / kFewWarps, count = tiles * units * (warp + 1) / kFewWarps - first;
+        const unsigned first = groups * units * warp / kFewWarps, count = groups * units * (warp + 1) / kFewWarps - first;
 
         // ---- the input: what earlier kernels wrote ----
         if constexpr (kNormed) {
@@ -235,17 +249,27 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
         }
         const float4* sums_of = reinterpret_cast<const float4*>(group_sums) + t + first % units * (kColumns * 4);
         unsigned left = units - first % units;
-        float4* slot = slots + ((phase * (tiles + kFewWarps) + warp + first / units) * kColumns) * 32 + lane;
-        float d[kColumns][4] = {};
+        float4* slot = slots + ((phase * (groups + kFewWarps) + warp + first / units) * kTogether * kColumns) * 32 + lane;
+        float d[kTogether][kColumns][4] = {};
         const auto put_sums = [&] {
 #pragma unroll
-            for (int column = 0; column < kColumns; ++column) {
-                slot[column * 32] = make_float4(d[column][0], d[column][1], d[column][2], d[column][3]);
-                d[column][0] = d[column][1] = d[column][2] = d[column][3] = 0.0f;
+            for (int tile = 0; tile < kTogether; ++tile) {
+#pragma unroll
+                for (int column = 0; column < kColumns; ++column) {
+                    float(&sum)[4] = d[tile][column];
+                    slot[(tile * kColumns + column) * 32] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+                    sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+                }
             }
-            slot += kColumns * 32;
+            slot += kTogether * kColumns * 32;
         };
-        const auto multiply_unit = [&](const FourBitPiece& piece) {
+        const auto multiply_unit = [&](const uint8_t* at) {
+            FourBitPiece pieces[kTogether];
+#pragma unroll
+            for (int tile = 0; tile < kTogether; ++tile) {
+                pieces[tile].numbers = *reinterpret_cast<const uint4*>(at + tile * kFourBitBytes + lane * 16);
+                pieces[tile].scales = *reinterpret_cast<const uint4*>(at + tile * kFourBitBytes + kFourBitScales + g * 16);
+            }
             uint4 b[kColumns][2];
             float4 sums[kColumns];
 #pragma unroll
@@ -257,35 +281,39 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
             }
             sums_of += kColumns * 4;
 #pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                const uint32_t low = word_of(piece.numbers, 0, side), high = word_of(piece.numbers, 1, side);
-                float2 of_low = scale_and_minimum(word_of(piece.scales, 0, side)), of_high = scale_and_minimum(word_of(piece.scales, 1, side));
-                uint32_t steps[2][4];
+            for (int tile = 0; tile < kTogether; ++tile) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if constexpr (sizeof(T) == 2 && std::is_same<T, Bf16>::value) {
-                        steps[i / 2][i % 2 * 2] = offset_pair<T>(low, i);
-                        steps[i / 2][i % 2 * 2 + 1] = offset_pair<T>(high, i);
-                    } else {
-                        steps[i / 2][i % 2 * 2] = exact_pair<T>(low, i);
-                        steps[i / 2][i % 2 * 2 + 1] = exact_pair<T>(high, i);
+                for (int side = 0; side < 2; ++side) {
+                    const FourBitPiece& piece = pieces[tile];
+                    const uint32_t low = word_of(piece.numbers, 0, side), high = word_of(piece.numbers, 1, side);
+                    float2 of_low = scale_and_minimum(word_of(piece.scales, 0, side)), of_high = scale_and_minimum(word_of(piece.scales, 1, side));
+                    uint32_t steps[2][4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        if constexpr (std::is_same<T, Bf16>::value) {
+                            steps[i / 2][i % 2 * 2] = offset_pair<T>(low, i);
+                            steps[i / 2][i % 2 * 2 + 1] = offset_pair<T>(high, i);
+                        } else {
+                            steps[i / 2][i % 2 * 2] = exact_pair<T>(low, i);
+                            steps[i / 2][i % 2 * 2 + 1] = exact_pair<T>(high, i);
+                        }
                     }
-                }
-                if constexpr (std::is_same<T, Bf16>::value) {
-                    of_low.y = fmaf(-Widening<T>::kOffset, of_low.x, of_low.y);
-                    of_high.y = fmaf(-Widening<T>::kOffset, of_high.x, of_high.y);
-                }
+                    if constexpr (std::is_same<T, Bf16>::value) {
+                        of_low.y = fmaf(-Widening<T>::kOffset, of_low.x, of_low.y);
+                        of_high.y = fmaf(-Widening<T>::kOffset, of_high.x, of_high.y);
+                    }
 #pragma unroll
-                for (int column = 0; column < kColumns; ++column) {
-                    float p[4];
-                    few_multiply<T>(p, steps[0], b[column][side].x, b[column][side].y);
-                    few_multiply_add<T>(p, steps[1], b[column][side].z, b[column][side].w);
-                    const float even = side ? sums[column].z : sums[column].x, odd = side ? sums[column].w : sums[column].y;
-                    float(&sum)[4] = d[column];
-                    sum[0] = fmaf(of_low.x, p[0], fmaf(of_low.y, even, sum[0]));
-                    sum[1] = fmaf(of_low.x, p[1], fmaf(of_low.y, odd, sum[1]));
-                    sum[2] = fmaf(of_high.x, p[2], fmaf(of_high.y, even, sum[2]));
-                    sum[3] = fmaf(of_high.x, p[3], fmaf(of_high.y, odd, sum[3]));
+                    for (int column = 0; column < kColumns; ++column) {
+                        float p[4];
+                        few_multiply<T>(p, steps[0], b[column][side].x, b[column][side].y);
+                        few_multiply_add<T>(p, steps[1], b[column][side].z, b[column][side].w);
+                        const float even = side ? sums[column].z : sums[column].x, odd = side ? sums[column].w : sums[column].y;
+                        float(&sum)[4] = d[tile][column];
+                        sum[0] = fmaf(of_low.x, p[0], fmaf(of_low.y, even, sum[0]));
+                        sum[1] = fmaf(of_low.x, p[1], fmaf(of_low.y, odd, sum[1]));
+                        sum[2] = fmaf(of_high.x, p[2], fmaf(of_high.y, even, sum[2]));
+                        sum[3] = fmaf(of_high.x, p[3], fmaf(of_high.y, odd, sum[3]));
+                    }
                 }
             }
         };
@@ -293,11 +321,10 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
             wait_copies<kStages - 1>();
             // Scales were copied by others.
             __syncwarp();
-            const uint8_t* const at = own + stage;
-            multiply_unit(FourBitPiece{*reinterpret_cast<const uint4*>(at + lane * 16), *reinterpret_cast<const uint4*>(at + kFourBitScales + g * 16)});
+            multiply_unit(own + stage);
             __syncwarp();
             copy_unit(stage);
-            stage = stage == (kStages - 1) * kFourBitBytes ? 0 : stage + kFourBitBytes;
+            stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
             if (--left == 0) {
                 left = units;
 #pragma unroll
@@ -317,13 +344,13 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
         const unsigned in_slot = (row / 8 * 32 + in_tile % 8 * 4 + row % 8 / 2) * 4 + in_tile / 8 * 2 + row % 2;
         float sum = 0.0f, up = 0.0f;
         for (unsigned phase = 0; phase < phases; ++phase) {
-            const unsigned units = all_units * (phase + 1) / phases - all_units * phase / phases, all = tiles * units;
-            // The warps that begin at or before the first unit of the tile, and before its end.
-            const unsigned from = (kFewWarps * (tile * units + 1) - 1) / all, to = (kFewWarps * (tile + 1) * units - 1) / all;
+            const unsigned units = all_units * (phase + 1) / phases - all_units * phase / phases, all = groups * units;
+            // The warps that begin at or before the first unit of the tile's group, and before its end.
+            const unsigned group = tile / kTogether, from = (kFewWarps * (group * units + 1) - 1) / all, to = (kFewWarps * (group + 1) * units - 1) / all;
             for (unsigned w = from; w <= to; ++w) {
                 // Parts of fewer units than warps are empty in places.
                 if (all * w / kFewWarps == all * (w + 1) / kFewWarps) continue;
-                const float* at = values + size_t(phase * (tiles + kFewWarps) + w + tile) * (kColumns * 128) + in_slot;
+                const float* at = values + size_t((phase * (groups + kFewWarps) + w + group) * kTogether + tile % kTogether) * (kColumns * 128) + in_slot;
                 sum += at[0];
                 if (kHalf) up += at[2];
             }

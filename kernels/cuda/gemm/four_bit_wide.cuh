@@ -88,12 +88,6 @@ __device__ __forceinline__ void bring_box(uint32_t to, const CUtensorMap& map, u
                  : "memory");
 }
 
-/// Operands of instructions in flight are read until here, which the compiler does not know.
-__device__ __forceinline__ void keep(uint32_t (&a)[4][4]) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) asm volatile("" : "+r"(a[step][0]), "+r"(a[step][1]), "+r"(a[step][2]), "+r"(a[step][3])::"memory");
-}
-
 /// `kBlocks`: CTAs of a multiprocessor, as in the kernel's launch bounds.
 template <typename T, int kParts, int kRows, int kStages, int kBlocks, Ending kEnding>
 __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
