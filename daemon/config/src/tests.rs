@@ -133,13 +133,11 @@ fn a_model_on_a_gpu_keeps_bf16_and_one_that_is_generated_needs_no_file() {
         assert_eq!((model.dtype, model.kv_dtype), (ComputeDtype::Auto, KvDtype::Bf16));
         assert!(model.deterministic);
     }
-    assert!(
-        SHAPES.iter().all(|shape| {
-            ["", FOUR_BITS]
-                .iter()
-                .all(|form| parse(&format!("models: {{ m: {{ path: '{SYNTHETIC}{shape}{form}' }} }}")).is_ok())
-        })
-    );
+    assert!(SHAPES.iter().all(|shape| {
+        ["", FOUR_BITS]
+            .iter()
+            .all(|form| parse(&format!("models: {{ m: {{ path: '{SYNTHETIC}{shape}{form}' }} }}")).is_ok())
+    }));
 }
 
 #[test]

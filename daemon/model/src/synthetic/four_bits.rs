@@ -1,4 +1,4 @@
-//! Blocks of Q4_1 as a function of seed and index.
+//! Blocks of `Q4_1` as a function of seed and index.
 //!
 //! A block's sixteen bytes of numbers are four of the words that [`philox`] gives for the counters `(block, 0)` and `(block, 1)`; a fifth says how large
 //! its scale is, between three and five quarters of one that has the deviation asked for. Minima put the middle of the numbers at 0.

@@ -3,7 +3,7 @@
 //! **Owns** the table of shapes, and what every element of a weight is. **Never** opens a file.
 //!
 //! Matrices and biases are normal numbers around 0, norms are 1, everything is BF16. With [`FOUR_BITS`] behind the name matrices are blocks of
-//! Q4_1 instead, whose numbers are as likely as one another. An element is a function of the model's name, the tensor's name and its index
+//! `Q4_1` instead, whose numbers are as likely as one another. An element is a function of the model's name, the tensor's name and its index
 //! alone, so that rows can be made in any order, by any number of threads, or on a device.
 
 mod four_bits;
@@ -148,7 +148,7 @@ pub enum SyntheticElements {
         /// Standard deviation.
         deviation: f32,
     },
-    /// Blocks of Q4_1: block `i` (row by row) is a function of `seed` and `i`.
+    /// Blocks of `Q4_1`: block `i` (row by row) is a function of `seed` and `i`.
     FourBits {
         /// Of the tensor.
         seed: u64,
@@ -179,7 +179,10 @@ impl Synthetic {
         let shape = SHAPES.iter().find(|shape| shape.name == shape_name).ok_or_else(|| {
             let known: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
             let known = known.join(", ");
-            Fault::unsupported("model", format_args!("not known; {known} are, also with {FOUR_BITS} behind them"))
+            Fault::unsupported(
+                "model",
+                format_args!("not known; {known} are, also with {FOUR_BITS} behind them"),
+            )
         })?;
         let config = shape.config();
         let mut offset = 0;

@@ -181,7 +181,10 @@ fn an_unknown_model_names_those_that_are_known() {
         let path = format!("synthetic:{name}");
         let error = ModelSource::open(Path::new(&path)).unwrap_err();
         let known = "llama-3-8b, llama-2-7b, llama-2-13b, qwen2.5-7b, smollm2-135m";
-        assert_eq!(error.to_string(), format!("{path}: model: not known; {known} are, also with :q4_1 behind them"));
+        assert_eq!(
+            error.to_string(),
+            format!("{path}: model: not known; {known} are, also with :q4_1 behind them")
+        );
     }
     // A file of such a name can still be meant.
     let error = ModelSource::open(Path::new("./synthetic:smollm2-135m")).unwrap_err();
