@@ -11,8 +11,9 @@
 #endif
 
 // The host's numbers.
+static_assert(sizeof(pagedd::FourBitWideParams) == 256, "parameters of many rows");
 static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 1, 1, 132, 12) == 12 * 10240 + 8 * 8256 + 64 * 64 + 22 * 512, "shared memory of few rows");
-static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 4, 132, 6) == 6 * 10240 + 16 * 5568 + 43 * 128 + 4 * 18 * 1024, "shared memory of few rows in phases");
+static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 4, 132, 6) == 6 * 10240 + 16 * 5568 + 43 * 128 + 18 * 1024, "shared memory of few rows in phases");
 
 #define PAGEDD_FEW(name, element, form, columns, stages, normed, phased, ending, end)                            \
     extern "C" __global__ void __launch_bounds__(pagedd::kFewThreads, 1)                                         \

@@ -128,8 +128,7 @@ fn scale_and_minimum(group: &Group) -> Result<[u8; 4], ShapeError> {
     let minimum = group.min.unwrap_or(0.0) - f32::from(group.offset) * scale;
     let [scale, minimum] = [scale, minimum].map(f16::from_f32);
     if !scale.is_finite() || !minimum.is_finite() {
-        let (what, needed) = ("scale of four-bit weights", "within half precision");
-        return Err(ShapeError::Dimension { what, needed, found: usize::MAX });
+        return Err(ShapeError::Overflow { what: "a scale of four-bit weights in half precision" });
     }
     let ([a, b], [c, d]) = (scale.to_le_bytes(), minimum.to_le_bytes());
     Ok([a, b, c, d])

@@ -40,7 +40,7 @@ constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32
     const uint32_t units = (inputs / kFourBitUnit + phases - 1) / phases, tiles = (outputs / kFourBitTile + blocks - 1) / blocks;
     const uint32_t groups = (tiles + together - 1) / together;
     return kFewWarps * stages * together * kFourBitBytes + rows * (units * kFourBitUnit * 2 + kInputPad) + units * columns * 64 +
-           phases * (groups + kFewWarps) * together * columns * 512;
+           (groups + kFewWarps) * together * columns * 512;
 }
 
 /// d = a b.
@@ -113,6 +113,8 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     uint8_t* const input = shared + kFewWarps * kStages * kStageBytes;
     float* const group_sums = reinterpret_cast<float*>(input + a.rows * pitch);
     float4* const slots = reinterpret_cast<float4*>(group_sums + most_units * kColumns * 16);
+    // Warp w has a slot for each group of tiles that it has a part of, in every phase the same: w + group. Parts that are less than a unit are empty.
+    for (unsigned i = threadIdx.x; i < (groups + kFewWarps) * (kTogether * kColumns * 32); i += kFewThreads) slots[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const CopyOnce copy_once;
 
     constexpr bool kHalf = kEnding == Ending::kSilu;
@@ -249,7 +251,7 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
         }
         const float4* sums_of = reinterpret_cast<const float4*>(group_sums) + t + first % units * (kColumns * 4);
         unsigned left = units - first % units;
-        float4* slot = slots + ((phase * (groups + kFewWarps) + warp + first / units) * kTogether * kColumns) * 32 + lane;
+        float4* slot = slots + (warp + first / units) * (kTogether * kColumns * 32) + lane;
         float d[kTogether][kColumns][4] = {};
         const auto put_sums = [&] {
 #pragma unroll
@@ -257,7 +259,12 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
 #pragma unroll
                 for (int column = 0; column < kColumns; ++column) {
                     float(&sum)[4] = d[tile][column];
-                    slot[(tile * kColumns + column) * 32] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+                    float4& total = slot[(tile * kColumns + column) * 32];
+                    if constexpr (kPhased) {
+                        total = make_float4(total.x + sum[0], total.y + sum[1], total.z + sum[2], total.w + sum[3]);
+                    } else {
+                        total = make_float4(sum[0], sum[1], sum[2], sum[3]);
+                    }
                     sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
                 }
             }
@@ -343,17 +350,12 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
         const unsigned row = index / width, output = index % width, tile = output / kWide, in_tile = output % kWide;
         const unsigned in_slot = (row / 8 * 32 + in_tile % 8 * 4 + row % 8 / 2) * 4 + in_tile / 8 * 2 + row % 2;
         float sum = 0.0f, up = 0.0f;
-        for (unsigned phase = 0; phase < phases; ++phase) {
-            const unsigned units = all_units * (phase + 1) / phases - all_units * phase / phases, all = groups * units;
-            // The warps that begin at or before the first unit of the tile's group, and before its end.
-            const unsigned group = tile / kTogether, from = (kFewWarps * (group * units + 1) - 1) / all, to = (kFewWarps * (group + 1) * units - 1) / all;
-            for (unsigned w = from; w <= to; ++w) {
-                // Parts of fewer units than warps are empty in places.
-                if (all * w / kFewWarps == all * (w + 1) / kFewWarps) continue;
-                const float* at = values + size_t((phase * (groups + kFewWarps) + w + group) * kTogether + tile % kTogether) * (kColumns * 128) + in_slot;
-                sum += at[0];
-                if (kHalf) up += at[2];
-            }
+        // The warps that have parts of the tile's group.
+        const unsigned group = tile / kTogether, first_warp = kFewWarps * group / groups, end_warp = (kFewWarps * (group + 1) + groups - 1) / groups;
+        for (unsigned w = first_warp; w < end_warp; ++w) {
+            const float* at = values + size_t((w + group) * kTogether + tile % kTogether) * (kColumns * 128) + in_slot;
+            sum += at[0];
+            if (kHalf) up += at[2];
         }
         const size_t to = place(index);
         if constexpr (kEnding == Ending::kStore) {

@@ -208,6 +208,8 @@ struct WideArgs {
 }
 // SAFETY: the fields of FourBitWideParams in gemm/four_bit_wide.cuh; what is behind the last is padding.
 unsafe impl Params for WideArgs {}
+/// The kernel's number: the map is aligned to 128 bytes.
+const _: () = assert!(size_of::<WideArgs>() == 256);
 
 /// Queues `x[rows][inputs] · weightsᵀ`, added up in single precision, with its ending, as [`few`] does; weights are rounded to elements.
 ///

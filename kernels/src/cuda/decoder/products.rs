@@ -12,7 +12,7 @@ use crate::cuda::error::CudaError;
 use crate::cuda::four_bit::{self, takes_wide, wide, widen};
 use crate::cuda::gemm::{Gemm, GemmOutput, Tuning};
 use crate::cuda::launch::Half;
-use crate::cuda::small_rows::Ending;
+use crate::cuda::small_rows::{self, Ending};
 use crate::cuda::stream::Stream;
 use crate::four_bit::Form;
 
@@ -153,7 +153,12 @@ impl<T: Half + GemmOutput> Products<T> {
     }
 }
 
-/// Whether all products of few rows with a matrix of four bits are taken.
+/// Whether all products of few rows with a matrix of four bits are taken, normalised or not.
 pub(super) fn takes_few(stream: &Stream, place: MatrixPlace, most: usize) -> bool {
-    (1..=most).all(|rows| four_bit::takes_few(stream.device(), place.shape, rows, false))
+    let device = stream.device();
+    (1..=most).all(|rows| {
+        let normed = small_rows::takes_normed(device, place.shape.inputs, rows);
+        four_bit::takes_few(device, place.shape, rows, false)
+            && (!normed || four_bit::takes_few(device, place.shape, rows, true))
+    })
 }

@@ -65,7 +65,7 @@ impl FewPlan {
         let (blocks, columns) = (tiles.min(multiprocessors as usize), rows.div_ceil(8));
         let most = if normed { 1 } else { MOST_PHASES.min(units) };
         let (phases, shared) = (1..=most)
-            .map(|phases| (phases, shared(units.div_ceil(phases), tiles.div_ceil(blocks), rows, phases)))
+            .map(|phases| (phases, shared(units.div_ceil(phases), tiles.div_ceil(blocks), rows)))
             .find(|&(_, shared)| shared <= SHARED)?;
         let form = match (columns, phases) {
             (1, 1) if normed => Few::Normed,
@@ -79,14 +79,14 @@ impl FewPlan {
 }
 
 /// Bytes of shared memory: the ring, rows, the sums of their groups, the sums of the warps, as in `gemm/four_bit_few.cuh`.
-fn shared(units: usize, tiles: usize, rows: usize, phases: usize) -> usize {
+fn shared(units: usize, tiles: usize, rows: usize) -> usize {
     let columns = rows.div_ceil(8);
     // Units that a warp reads ahead.
     let stages = if columns == 1 { 12 } else { 6 };
     WARPS * stages * UNIT_BYTES
         + rows * (units * FOUR_BIT_UNIT * 2 + PAD)
         + units * columns * 64
-        + phases * (tiles + WARPS) * columns * 512
+        + (tiles + WARPS) * columns * 512
 }
 
 /// Forms of more rows: by how many of them a block takes.

@@ -24,8 +24,8 @@ fn few_rows_have_a_plan_that_fits_into_shared_memory_whatever_the_matrix() {
     assert_eq!(of(4096, 3, true), None);
     assert_eq!(of(16_384, 1, true), None);
     assert_eq!(of(4096, 8, false), Some((Few::Eight, 1)));
-    assert_eq!(of(11_008, 16, false), Some((Few::SixteenPhased, 4)));
-    assert_eq!(of(14_336, 8, false), Some((Few::Phased, 2)));
+    assert_eq!(of(11_008, 16, false), Some((Few::SixteenPhased, 3)));
+    assert_eq!(of(14_336, 8, false), Some((Few::Phased, 3)));
     assert_eq!(of(11_008, 2, false), Some((Few::Eight, 1)));
     assert_eq!(of(4096, 17, false), None);
 }
