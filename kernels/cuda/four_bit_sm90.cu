@@ -1,5 +1,5 @@
-// Products with four-bit weights on sm_90a: entry points `pagedd_four_bit_{few,few_normed,few_phased,few16,few16_phased}_{store,single,add,silu}_{bf16,f16}`
-// for at most 8 or 16 rows, and `pagedd_four_bit_wide{32,64,128}_…` for more. In the fatbin's other parts they trap: elsewhere weights are
+// Products with four-bit weights on sm_90a: entry points `pagedd_four_bit_{few,few_long,few_normed,few_phased}_{store,single,add,silu}_{bf16,f16}`
+// for at most 8 rows, and `pagedd_four_bit_wide{32,64,128}_…` for more. In the fatbin's other parts they trap: elsewhere weights are
 // widened and the library multiplies.
 #include "gemm/four_bit_few.cuh"
 #include "gemm/four_bit_wide.cuh"
@@ -12,13 +12,13 @@
 
 // The host's numbers.
 static_assert(sizeof(pagedd::FourBitWideParams) == 256, "parameters of many rows");
-static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 1, 1, 132, 12) == 12 * 10240 + 8 * 8256 + 64 * 64 + 22 * 512, "shared memory of few rows");
-static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 4, 132, 6) == 6 * 10240 + 16 * 5568 + 43 * 128 + 18 * 1024, "shared memory of few rows in phases");
+static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 1, 132, 8) == 8 * 10240 + 8 * 8256 + 64 * 64 + 22 * 512, "shared memory of few rows");
+static_assert(pagedd::four_bit_few_shared(11008, 4096, 8, 4, 132, 12) == 12 * 10240 + 8 * 5568 + 43 * 64 + 18 * 512, "shared memory of few rows in phases");
 
-#define PAGEDD_FEW(name, element, form, columns, stages, normed, phased, ending, end)                            \
-    extern "C" __global__ void __launch_bounds__(pagedd::kFewThreads, 1)                                         \
+#define PAGEDD_FEW(name, element, form, stages, blocks, normed, phased, ending, end)                             \
+    extern "C" __global__ void __launch_bounds__(pagedd::kFewThreads, blocks)                                    \
         pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitFewParams params) {    \
-        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, columns, stages, 1, normed, phased, pagedd::Ending::end>(params)); \
+        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, stages, normed, phased, pagedd::Ending::end>(params)); \
     }
 
 #define PAGEDD_WIDE(name, element, form, parts, rows, stages, blocks, shared, ending, end)                       \
@@ -29,11 +29,10 @@ static_assert(pagedd::four_bit_few_shared(11008, 4096, 16, 2, 4, 132, 6) == 6 * 
     }
 
 #define PAGEDD_FOUR_BIT_FORMS(ending, end, name, element)                                    \
-    PAGEDD_FEW(name, element, few, 1, 12, false, false, ending, end)                          \
-    PAGEDD_FEW(name, element, few_normed, 1, 12, true, false, ending, end)                    \
-    PAGEDD_FEW(name, element, few_phased, 1, 12, false, true, ending, end)                    \
-    PAGEDD_FEW(name, element, few16, 2, 6, false, false, ending, end)                        \
-    PAGEDD_FEW(name, element, few16_phased, 2, 6, false, true, ending, end)                  \
+    PAGEDD_FEW(name, element, few, 8, 2, false, false, ending, end)                          \
+    PAGEDD_FEW(name, element, few_long, 6, 2, false, false, ending, end)                     \
+    PAGEDD_FEW(name, element, few_normed, 8, 2, true, false, ending, end)                    \
+    PAGEDD_FEW(name, element, few_phased, 12, 1, false, true, ending, end)                   \
     PAGEDD_WIDE(name, element, wide32, 1, 32, 6, 2, 56320, ending, end)                      \
     PAGEDD_WIDE(name, element, wide64, 1, 64, 6, 2, 80896, ending, end)                      \
     PAGEDD_WIDE(name, element, wide128, 2, 128, 6, 1, 160768, ending, end)

@@ -1,4 +1,4 @@
-// Products of at most 16 rows with a matrix of four-bit weights, at the speed at which the matrix can be read.
+// Products of at most 8 rows with a matrix of four-bit weights, at the speed at which the matrix can be read.
 //
 // A CTA takes tiles of 16 outputs that follow each other, and its warps take equal parts of the sequence of their units, each a run of memory. It goes through
 // a ring in shared memory that belongs to the warp alone, kStages units ahead, beginning before the kernel waits for the one before it. (Loads into registers do
@@ -7,7 +7,8 @@
 // group's sum. Where a warp comes to the end of a tile or of its part, its sums go to shared memory; at the end of all they are
 // added in the order of the warps. The bits of a result depend on the operands and on the number of CTAs, not on other rows.
 //
-// Long rows of many columns do not fit: they are taken in phases, one part of the inner dimension after the other.
+// A CTA leaves room for another on its multiprocessor, where its rows allow that: the next kernel's, whose ring fills while this one ends. Rows that are too
+// long for it have a shorter ring, or one of their own multiprocessor; many long ones are taken in phases, one part of the inner dimension after the other.
 #pragma once
 #include "four_bit.cuh"
 #include "small_rows.cuh"
@@ -26,7 +27,7 @@ struct FourBitFewParams {
     void* out;            // see Ending
     uint32_t inputs;      // a multiple of 64
     uint32_t outputs;     // a multiple of 16
-    uint32_t rows;        // 8 kColumns at most
+    uint32_t rows;        // 8 at most
     uint32_t phases;      // parts of the inner dimension, 1 where it is normalised
     float epsilon;
 };
@@ -35,12 +36,9 @@ struct FourBitFewParams {
 constexpr int kFewLoads = 8;
 
 /// Bytes of shared memory: the ring, rows, the sums of their groups, the sums of the warps.
-constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32_t rows, uint32_t columns, uint32_t phases, uint32_t blocks, uint32_t stages,
-                                       uint32_t together = 1) {
+constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32_t rows, uint32_t phases, uint32_t blocks, uint32_t stages) {
     const uint32_t units = (inputs / kFourBitUnit + phases - 1) / phases, tiles = (outputs / kFourBitTile + blocks - 1) / blocks;
-    const uint32_t groups = (tiles + together - 1) / together;
-    return kFewWarps * stages * together * kFourBitBytes + rows * (units * kFourBitUnit * 2 + kInputPad) + units * columns * 64 +
-           (groups + kFewWarps) * together * columns * 512;
+    return kFewWarps * stages * kFourBitBytes + rows * (units * kFourBitUnit * 2 + kInputPad) + units * 64 + (tiles + kFewWarps) * 512;
 }
 
 /// d = a b.
@@ -81,7 +79,7 @@ __device__ __forceinline__ void few_multiply_add<F16>(float (&d)[4], const uint3
 
 /// Puts eight elements of a row, pack `at` of the phase, where the fragments want them, and the sum of the group beside. Lanes of four packs of a group
 /// come together; of those that are not `there` nothing is put.
-template <typename T, int kColumns>
+template <typename T>
 __device__ __forceinline__ void put_pack(uint8_t* input, float* sums, uint32_t pitch, unsigned row, unsigned at, const Pack<T>& pack, bool there) {
     float sum = 0.0f;
 #pragma unroll
@@ -94,11 +92,10 @@ __device__ __forceinline__ void put_pack(uint8_t* input, float* sums, uint32_t p
     to[4] = words.y;
     to[8] = words.z;
     to[12] = words.w;
-    if (at % 4 == 0) sums[((at / 8 * kColumns + row / 8) * 4 + row % 8 / 2) * 4 + at / 4 % 2 * 2 + row % 2] = sum;
+    if (at % 4 == 0) sums[(at / 8 * 4 + row / 2) * 4 + at / 4 % 2 * 2 + row % 2] = sum;
 }
 
-/// `kTogether`: tiles that a warp takes at once, for which it reads the input once.
-template <typename T, int kColumns, int kStages, int kTogether, bool kNormed, bool kPhased, Ending kEnding>
+template <typename T, int kStages, bool kNormed, bool kPhased, Ending kEnding>
 __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float scratch[2 * WARP];
@@ -108,13 +105,11 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     const unsigned first_tile = unsigned(uint64_t(all_tiles) * blockIdx.x / gridDim.x);
     const unsigned tiles = unsigned(uint64_t(all_tiles) * (blockIdx.x + 1) / gridDim.x) - first_tile;
     const unsigned most_units = kPhased ? (all_units + a.phases - 1) / a.phases : all_units, pitch = most_units * kFourBitUnit * 2 + kInputPad;
-    constexpr unsigned kStageBytes = kTogether * kFourBitBytes;
-    const unsigned groups = (tiles + kTogether - 1) / kTogether;
-    uint8_t* const input = shared + kFewWarps * kStages * kStageBytes;
+    uint8_t* const input = shared + kFewWarps * kStages * kFourBitBytes;
     float* const group_sums = reinterpret_cast<float*>(input + a.rows * pitch);
-    float4* const slots = reinterpret_cast<float4*>(group_sums + most_units * kColumns * 16);
-    // Warp w has a slot for each group of tiles that it has a part of, in every phase the same: w + group. Parts that are less than a unit are empty.
-    for (unsigned i = threadIdx.x; i < (groups + kFewWarps) * (kTogether * kColumns * 32); i += kFewThreads) slots[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4* const slots = reinterpret_cast<float4*>(group_sums + most_units * 16);
+    // Warp w has a slot for each tile that it has a part of, in every phase the same: w + tile. Parts that are less than a unit are empty.
+    for (unsigned i = threadIdx.x; i < (tiles + kFewWarps) * 32; i += kFewThreads) slots[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const CopyOnce copy_once;
 
     constexpr bool kHalf = kEnding == Ending::kSilu;
@@ -126,19 +121,18 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     const unsigned phases = kPhased ? a.phases : 1;
 
     // ---- the ring: what is copied next ----
-    const uint8_t* const own = shared + warp * (kStages * kStageBytes);
+    const uint8_t* const own = shared + warp * (kStages * kFourBitBytes);
     const uint32_t ring = shared_address(own) + lane * 16;
     const uint8_t* next = nullptr;
-    unsigned next_phase = 0, next_left = 0, next_unit = 0, next_units = 0, next_tile = 0;
-    // A phase's units of this warp: [first, first + count) of the sequence of all units of all groups of tiles.
+    unsigned next_phase = 0, next_left = 0, next_unit = 0, next_units = 0;
+    // A phase's units of this warp: [first, first + count) of the sequence of all units of all tiles.
     const auto enter_phase = [&] {
         const unsigned first_unit = all_units * next_phase / phases;
         next_units = all_units * (next_phase + 1) / phases - first_unit;
-        const unsigned first = groups * next_units * warp / kFewWarps;
-        next_left = groups * next_units * (warp + 1) / kFewWarps - first;
+        const unsigned first = tiles * next_units * warp / kFewWarps;
+        next_left = tiles * next_units * (warp + 1) / kFewWarps - first;
         next_unit = first % next_units;
-        next_tile = first / next_units * kTogether;
-        next = static_cast<const uint8_t*>(a.weights) + (size_t(first_tile + next_tile) * all_units + first_unit + next_unit) * kFourBitBytes + lane * 16;
+        next = static_cast<const uint8_t*>(a.weights) + (size_t(first_tile + first / next_units) * all_units + first_unit + next_unit) * kFourBitBytes + lane * 16;
         ++next_phase;
     };
     enter_phase();
@@ -147,32 +141,24 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
             while (next_left == 0 && next_phase < phases) enter_phase();
         }
         if (next_left > 0) {
-#pragma unroll
-            for (unsigned tile = 0; tile < kTogether; ++tile) {
-                // The last group may have a tile less: what is multiplied in its place is nobody's.
-                if (tile > 0 && next_tile + tile >= tiles) break;
-                const uint32_t to = ring + stage + tile * kFourBitBytes;
-                const uint8_t* const from = next + size_t(tile) * all_units * kFourBitBytes;
-                copy_once(to, from, 16);
-                if (lane < 8) copy_once(to + kFourBitScales, from + kFourBitScales, 16);
-            }
+            copy_once(ring + stage, next, 16);
+            if (lane < 8) copy_once(ring + stage + kFourBitScales, next + kFourBitScales, 16);
             next += kFourBitBytes;
             --next_left;
-            if ((kPhased || kTogether > 1) && ++next_unit == next_units) {
+            if (kPhased && ++next_unit == next_units) {
                 next_unit = 0;
-                next_tile += kTogether;
-                next += size_t(kTogether * all_units - next_units) * kFourBitBytes;
+                next += size_t(all_units - next_units) * kFourBitBytes;
             }
         }
         commit_copies();
     };
 #pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) copy_unit(stage * kStageBytes);
+    for (int stage = 0; stage < kStages; ++stage) copy_unit(stage * kFourBitBytes);
     unsigned stage = 0;
 
     for (unsigned phase = 0; phase < phases; ++phase) {
         const unsigned first_unit = all_units * phase / phases, units = all_units * (phase + 1) / phases - first_unit;
-        const unsigned first = groups * units * warp / kFewWarps, count = groups * units * (warp + 1) / kFewWarps - first;
+        const unsigned first = tiles * units * warp / kFewWarps, count = tiles * units * (warp + 1) / kFewWarps - first;
 
         // ---- the input: what earlier kernels wrote ----
         if constexpr (kNormed) {
@@ -207,7 +193,7 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
                     Pack<T> y;
 #pragma unroll
                     for (int j = 0; j < 8; ++j) y.at[j] = rounded<T>(at < packs ? kept[i].at[j] * scale * factors[i].at[j] : 0.0f);
-                    put_pack<T, kColumns>(input, group_sums, pitch, row, at, y, at < packs);
+                    put_pack<T>(input, group_sums, pitch, row, at, y, at < packs);
                 }
             }
         } else {
@@ -234,7 +220,7 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
                     const unsigned index = base + i * kFewThreads + threadIdx.x, row = index / packs, at = index % packs;
                     // The same for all threads: they come together in the sums.
                     if (base + i * kFewThreads >= total) break;
-                    put_pack<T, kColumns>(input, group_sums, pitch, row, at, reinterpret_cast<const Pack<T>&>(loaded[i]), index < total);
+                    put_pack<T>(input, group_sums, pitch, row, at, reinterpret_cast<const Pack<T>&>(loaded[i]), index < total);
                 }
             }
         }
@@ -244,84 +230,54 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
         __syncthreads();
 
         // ---- units ----
-        const uint8_t* rows[kColumns];
-#pragma unroll
-        for (int column = 0; column < kColumns; ++column) {
-            rows[column] = input + min(column * 8 + g, a.rows - 1) * pitch + t * 16 + first % units * (kFourBitUnit * 2);
-        }
-        const float4* sums_of = reinterpret_cast<const float4*>(group_sums) + t + first % units * (kColumns * 4);
+        const uint8_t* row = input + min(g, a.rows - 1) * pitch + t * 16 + first % units * (kFourBitUnit * 2);
+        const float4* sums_of = reinterpret_cast<const float4*>(group_sums) + t + first % units * 4;
         unsigned left = units - first % units;
-        float4* slot = slots + (warp + first / units) * (kTogether * kColumns * 32) + lane;
-        float d[kTogether][kColumns][4] = {};
+        float4* slot = slots + (warp + first / units) * 32 + lane;
+        float d[4] = {};
         const auto put_sums = [&] {
-#pragma unroll
-            for (int tile = 0; tile < kTogether; ++tile) {
-#pragma unroll
-                for (int column = 0; column < kColumns; ++column) {
-                    float(&sum)[4] = d[tile][column];
-                    float4& total = slot[(tile * kColumns + column) * 32];
-                    if constexpr (kPhased) {
-                        total = make_float4(total.x + sum[0], total.y + sum[1], total.z + sum[2], total.w + sum[3]);
-                    } else {
-                        total = make_float4(sum[0], sum[1], sum[2], sum[3]);
-                    }
-                    sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
-                }
+            if constexpr (kPhased) {
+                const float4 before_it = *slot;
+                *slot = make_float4(before_it.x + d[0], before_it.y + d[1], before_it.z + d[2], before_it.w + d[3]);
+            } else {
+                *slot = make_float4(d[0], d[1], d[2], d[3]);
             }
-            slot += kTogether * kColumns * 32;
+            d[0] = d[1] = d[2] = d[3] = 0.0f;
+            slot += 32;
         };
         const auto multiply_unit = [&](const uint8_t* at) {
-            FourBitPiece pieces[kTogether];
+            const FourBitPiece piece = {*reinterpret_cast<const uint4*>(at + lane * 16), *reinterpret_cast<const uint4*>(at + kFourBitScales + g * 16)};
+            const uint4 b[2] = {*reinterpret_cast<const uint4*>(row), *reinterpret_cast<const uint4*>(row + kFourBitGroup * 2)};
+            const float4 sums = *sums_of;
+            row += kFourBitUnit * 2;
+            sums_of += 4;
 #pragma unroll
-            for (int tile = 0; tile < kTogether; ++tile) {
-                pieces[tile].numbers = *reinterpret_cast<const uint4*>(at + tile * kFourBitBytes + lane * 16);
-                pieces[tile].scales = *reinterpret_cast<const uint4*>(at + tile * kFourBitBytes + kFourBitScales + g * 16);
-            }
-            uint4 b[kColumns][2];
-            float4 sums[kColumns];
+            for (int side = 0; side < 2; ++side) {
+                const uint32_t low = word_of(piece.numbers, 0, side), high = word_of(piece.numbers, 1, side);
+                float2 of_low = scale_and_minimum(word_of(piece.scales, 0, side)), of_high = scale_and_minimum(word_of(piece.scales, 1, side));
+                uint32_t steps[2][4];
 #pragma unroll
-            for (int column = 0; column < kColumns; ++column) {
-                b[column][0] = *reinterpret_cast<const uint4*>(rows[column]);
-                b[column][1] = *reinterpret_cast<const uint4*>(rows[column] + kFourBitGroup * 2);
-                sums[column] = sums_of[column * 4];
-                rows[column] += kFourBitUnit * 2;
-            }
-            sums_of += kColumns * 4;
-#pragma unroll
-            for (int tile = 0; tile < kTogether; ++tile) {
-#pragma unroll
-                for (int side = 0; side < 2; ++side) {
-                    const FourBitPiece& piece = pieces[tile];
-                    const uint32_t low = word_of(piece.numbers, 0, side), high = word_of(piece.numbers, 1, side);
-                    float2 of_low = scale_and_minimum(word_of(piece.scales, 0, side)), of_high = scale_and_minimum(word_of(piece.scales, 1, side));
-                    uint32_t steps[2][4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        if constexpr (std::is_same<T, Bf16>::value) {
-                            steps[i / 2][i % 2 * 2] = offset_pair<T>(low, i);
-                            steps[i / 2][i % 2 * 2 + 1] = offset_pair<T>(high, i);
-                        } else {
-                            steps[i / 2][i % 2 * 2] = exact_pair<T>(low, i);
-                            steps[i / 2][i % 2 * 2 + 1] = exact_pair<T>(high, i);
-                        }
-                    }
+                for (int i = 0; i < 4; ++i) {
                     if constexpr (std::is_same<T, Bf16>::value) {
-                        of_low.y = fmaf(-Widening<T>::kOffset, of_low.x, of_low.y);
-                        of_high.y = fmaf(-Widening<T>::kOffset, of_high.x, of_high.y);
-                    }
-#pragma unroll
-                    for (int column = 0; column < kColumns; ++column) {
-                        float p[4];
-                        few_multiply<T>(p, steps[0], b[column][side].x, b[column][side].y);
-                        few_multiply_add<T>(p, steps[1], b[column][side].z, b[column][side].w);
-                        const float even = side ? sums[column].z : sums[column].x, odd = side ? sums[column].w : sums[column].y;
-                        float(&sum)[4] = d[tile][column];
-                        sum[0] = fmaf(of_low.x, p[0], fmaf(of_low.y, even, sum[0]));
-                        sum[1] = fmaf(of_low.x, p[1], fmaf(of_low.y, odd, sum[1]));
-                        sum[2] = fmaf(of_high.x, p[2], fmaf(of_high.y, even, sum[2]));
-                        sum[3] = fmaf(of_high.x, p[3], fmaf(of_high.y, odd, sum[3]));
+                        steps[i / 2][i % 2 * 2] = offset_pair<T>(low, i);
+                        steps[i / 2][i % 2 * 2 + 1] = offset_pair<T>(high, i);
+                    } else {
+                        steps[i / 2][i % 2 * 2] = exact_pair<T>(low, i);
+                        steps[i / 2][i % 2 * 2 + 1] = exact_pair<T>(high, i);
                     }
                 }
+                if constexpr (std::is_same<T, Bf16>::value) {
+                    of_low.y = fmaf(-Widening<T>::kOffset, of_low.x, of_low.y);
+                    of_high.y = fmaf(-Widening<T>::kOffset, of_high.x, of_high.y);
+                }
+                float p[4];
+                few_multiply<T>(p, steps[0], b[side].x, b[side].y);
+                few_multiply_add<T>(p, steps[1], b[side].z, b[side].w);
+                const float even = side ? sums.z : sums.x, odd = side ? sums.w : sums.y;
+                d[0] = fmaf(of_low.x, p[0], fmaf(of_low.y, even, d[0]));
+                d[1] = fmaf(of_low.x, p[1], fmaf(of_low.y, odd, d[1]));
+                d[2] = fmaf(of_high.x, p[2], fmaf(of_high.y, even, d[2]));
+                d[3] = fmaf(of_high.x, p[3], fmaf(of_high.y, odd, d[3]));
             }
         };
         for (unsigned done = 0; done < count; ++done) {
@@ -331,12 +287,11 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
             multiply_unit(own + stage);
             __syncwarp();
             copy_unit(stage);
-            stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+            stage = stage == (kStages - 1) * kFourBitBytes ? 0 : stage + kFourBitBytes;
             if (--left == 0) {
                 left = units;
-#pragma unroll
-                for (int column = 0; column < kColumns; ++column) rows[column] -= units * (kFourBitUnit * 2);
-                sums_of -= units * (kColumns * 4);
+                row -= units * (kFourBitUnit * 2);
+                sums_of -= units * 4;
                 put_sums();
             }
         }
@@ -348,12 +303,12 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     const float* const values = reinterpret_cast<const float*>(slots);
     for (unsigned index = threadIdx.x; index < results; index += kFewThreads) {
         const unsigned row = index / width, output = index % width, tile = output / kWide, in_tile = output % kWide;
-        const unsigned in_slot = (row / 8 * 32 + in_tile % 8 * 4 + row % 8 / 2) * 4 + in_tile / 8 * 2 + row % 2;
+        const unsigned in_slot = (in_tile % 8 * 4 + row / 2) * 4 + in_tile / 8 * 2 + row % 2;
         float sum = 0.0f, up = 0.0f;
-        // The warps that have parts of the tile's group.
-        const unsigned group = tile / kTogether, first_warp = kFewWarps * group / groups, end_warp = (kFewWarps * (group + 1) + groups - 1) / groups;
+        // The warps that have parts of the tile.
+        const unsigned first_warp = kFewWarps * tile / tiles, end_warp = (kFewWarps * (tile + 1) + tiles - 1) / tiles;
         for (unsigned w = first_warp; w < end_warp; ++w) {
-            const float* at = values + size_t((w + group) * kTogether + tile % kTogether) * (kColumns * 128) + in_slot;
+            const float* at = values + size_t(w + tile) * 128 + in_slot;
             sum += at[0];
             if (kHalf) up += at[2];
         }

@@ -121,10 +121,24 @@ pub fn takes_few(device: &Device, shape: GemmShape, rows: usize, normed: bool) -
         && FewPlan::of(shape, rows, normed, device.info().multiprocessors).is_some()
 }
 
+/// How the inner dimension of a product of many rows is shared by blocks, whose sums are added: what a row's bits depend on beside its operands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Split {
+    /// As is fastest for so many rows.
+    Fastest,
+    /// By the matrix's shape alone: a row's bits do not depend on how many others there are.
+    OneForAllRows,
+}
+
 /// Whether products of this many rows are for these kernels.
 #[must_use]
-pub fn takes_wide(device: &Device, rows: usize) -> bool {
-    device.kernels().four_bit.products.is_some() && (1..=plan::MOST_WIDE).contains(&rows)
+pub fn takes_wide(device: &Device, rows: usize, split: Split) -> bool {
+    let most = match split {
+        Split::Fastest => plan::MOST_WIDE,
+        // However many there are: the library would add in another order.
+        Split::OneForAllRows => usize::MAX,
+    };
+    device.kernels().four_bit.products.is_some() && (1..=most).contains(&rows)
 }
 
 #[repr(C)]
@@ -163,7 +177,7 @@ pub fn few<T: Half>(
     let rows = elements / inputs;
     let device = stream.device();
     let plan = FewPlan::of(weights.shape, rows, norm.is_some(), device.info().multiprocessors)
-        .ok_or_else(|| dimension("few rows to multiply", "at most 16", elements))?;
+        .ok_or_else(|| dimension("few rows to multiply", "at most 8", elements))?;
     if let Some(norm) = norm {
         length("norm weight", inputs, norm.len())?;
     }
@@ -220,16 +234,21 @@ pub fn wide<T: Half>(
     x: View<'_, T>,
     weights: FourBitMatrix<'_>,
     ending: &Ending<'_, T>,
+    split: Split,
 ) -> Result<(), CudaError> {
     let GemmShape { inputs, outputs } = weights.shape;
     let rows = x.len() / inputs;
     let device = stream.device();
     let (index, out) = check(weights, (x.address(), x.len(), rows), ending)?;
-    let Some(products) = device.kernels().four_bit.products.as_ref().filter(|_| takes_wide(device, rows))
+    let Some(products) =
+        device.kernels().four_bit.products.as_ref().filter(|_| takes_wide(device, rows, split))
     else {
         return Err(dimension("rows to multiply", "as many as four-bit products take", rows));
     };
-    let plan = WidePlan::of(weights.shape, rows, device.info().multiprocessors);
+    let plan = match split {
+        Split::Fastest => WidePlan::of(weights.shape, rows, device.info().multiprocessors),
+        Split::OneForAllRows => WidePlan::exact(weights.shape, rows, device.info().multiprocessors),
+    };
     let params = WideArgs {
         x: map(stream, x, inputs, rows, plan.form.rows())?,
         weights: weights.tiles.address(),

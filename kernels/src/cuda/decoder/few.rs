@@ -4,11 +4,11 @@
 
 use super::DecoderMemory;
 use super::forward::{Work, matrix, tiles, view};
-use super::products::{Order, takes_few};
+use super::products::{Order, takes_normed_rows};
 use super::shape::{DecoderPlaces, DecoderShape, LayerPlaces, MatrixPlace, Place};
 use crate::cuda::buffer::Buffer;
 use crate::cuda::error::CudaError;
-use crate::cuda::four_bit;
+use crate::cuda::four_bit::{self, Split, wide};
 use crate::cuda::gemm::GemmOutput;
 use crate::cuda::launch::Half;
 use crate::cuda::norm::{AddNorm, add_rms_norm};
@@ -23,7 +23,7 @@ pub(super) fn takes(stream: &Stream, shape: &DecoderShape, places: &DecoderPlace
     [shape.hidden, shape.query_width(), shape.ffn]
         .into_iter()
         .all(|inputs| small_rows::takes(stream.device(), inputs, MOST_ROWS))
-        && all.all(|place| place.form == Form::Half || takes_few(stream, place, MOST_ROWS))
+        && all.all(|place| place.form == Form::Half || takes_normed_rows(stream, place, MOST_ROWS))
 }
 
 /// A product of few rows with a matrix of either form.
@@ -38,9 +38,20 @@ fn multiply<T: Half>(
         Form::Half => small_rows(stream, place.shape, source, matrix(memory, place)?, ending),
         Form::FourBit => {
             let order = if matches!(ending, Ending::Silu(_)) { Order::Interleaved } else { Order::Plain };
-            four_bit::few(stream, source, tiles(memory, place, order)?, ending)
+            let weights = tiles(memory, place, order)?;
+            match source {
+                Source::Rows(x) if !takes_rows(stream, place, x.len() / place.shape.inputs) => {
+                    wide(stream, *x, weights, ending, Split::Fastest)
+                }
+                _ => four_bit::few(stream, source, weights, ending),
+            }
         }
     }
+}
+
+/// Whether so many rows, as they are, are few for a matrix of four bits.
+fn takes_rows(stream: &Stream, place: MatrixPlace, rows: usize) -> bool {
+    four_bit::takes_few(stream.device(), place.shape, rows, false)
 }
 
 impl<T: Half + GemmOutput> Work<T> {

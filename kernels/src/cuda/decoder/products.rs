@@ -9,7 +9,7 @@ use super::shape::MatrixPlace;
 use crate::cuda::buffer::{Buffer, View, ViewMut};
 use crate::cuda::elementwise::silu_mul;
 use crate::cuda::error::CudaError;
-use crate::cuda::four_bit::{self, takes_wide, wide, widen};
+use crate::cuda::four_bit::{self, Split, takes_wide, wide, widen};
 use crate::cuda::gemm::{Gemm, GemmOutput, Tuning};
 use crate::cuda::launch::Half;
 use crate::cuda::small_rows::{self, Ending};
@@ -25,8 +25,8 @@ pub(super) struct Products<T: Half> {
     pub(super) gemm: Gemm,
     /// The largest matrix of four bits, as elements; empty where there is none.
     widened: Buffer<T>,
-    /// A row's bits are not to depend on how many rows there are: there is one way for all.
-    exact: bool,
+    /// How the inner dimension of a matrix of four bits is shared.
+    split: Split,
 }
 
 /// Where gated outputs lie.
@@ -45,17 +45,19 @@ pub(super) enum Order {
 }
 
 impl<T: Half + GemmOutput> Products<T> {
+    /// `exact`: a row's bits are not to depend on how many rows there are.
     pub(super) fn new(stream: &Stream, widest: usize, exact: bool) -> Result<Self, CudaError> {
         let mut gemm = Gemm::new(stream)?;
         if exact {
             gemm.use_one_for_all_rows();
         }
-        Ok(Self { gemm, widened: Buffer::zeroed(stream, widest)?, exact })
+        let split = if exact { Split::OneForAllRows } else { Split::Fastest };
+        Ok(Self { gemm, widened: Buffer::zeroed(stream, widest)?, split })
     }
 
     /// Whether a product of so many rows with a matrix of this form is the library's.
     fn is_librarys(&self, stream: &Stream, form: Form, rows: usize) -> bool {
-        form == Form::Half || self.exact || !takes_wide(stream.device(), rows)
+        form == Form::Half || !takes_wide(stream.device(), rows, self.split)
     }
 
     /// `out = x · weightsᵀ`, rounded.
@@ -70,7 +72,7 @@ impl<T: Half + GemmOutput> Products<T> {
         if self.is_librarys(stream, place.form, x.len() / place.shape.inputs) {
             return self.library(stream, memory, (place, Order::Plain), x, &mut out);
         }
-        wide(stream, x, tiles(memory, place, Order::Plain)?, &Ending::Store(out))
+        wide(stream, x, tiles(memory, place, Order::Plain)?, &Ending::Store(out), self.split)
     }
 
     /// The same in single precision.
@@ -85,7 +87,7 @@ impl<T: Half + GemmOutput> Products<T> {
         if self.is_librarys(stream, place.form, x.len() / place.shape.inputs) {
             return self.library(stream, memory, (place, Order::Plain), x, &mut out);
         }
-        wide::<T>(stream, x, tiles(memory, place, Order::Plain)?, &Ending::Single(out))
+        wide::<T>(stream, x, tiles(memory, place, Order::Plain)?, &Ending::Single(out), self.split)
     }
 
     /// The first half of the outputs, activated, times the second.
@@ -102,7 +104,7 @@ impl<T: Half + GemmOutput> Products<T> {
             self.library(stream, memory, (place, Order::Interleaved), x, &mut both)?;
             return silu_mul(stream, both.read(), place.shape.outputs / 2, &mut out);
         }
-        wide(stream, x, tiles(memory, place, Order::Interleaved)?, &Ending::Silu(out))
+        wide(stream, x, tiles(memory, place, Order::Interleaved)?, &Ending::Silu(out), self.split)
     }
 
     fn library<O: GemmOutput>(
@@ -153,12 +155,12 @@ impl<T: Half + GemmOutput> Products<T> {
     }
 }
 
-/// Whether all products of few rows with a matrix of four bits are taken, normalised or not.
-pub(super) fn takes_few(stream: &Stream, place: MatrixPlace, most: usize) -> bool {
+/// Whether a matrix of four bits is multiplied by all rows up to `most` that are normalised where they are multiplied, and by others as they are.
+pub(super) fn takes_normed_rows(stream: &Stream, place: MatrixPlace, most: usize) -> bool {
     let device = stream.device();
     (1..=most).all(|rows| {
         let normed = small_rows::takes_normed(device, place.shape.inputs, rows);
-        four_bit::takes_few(device, place.shape, rows, false)
+        takes_wide(device, rows, Split::Fastest)
             && (!normed || four_bit::takes_few(device, place.shape, rows, true))
     })
 }

@@ -6,11 +6,15 @@ use crate::four_bit::{FOUR_BIT_TILE, FOUR_BIT_UNIT};
 
 /// Shared memory that a block may have.
 pub(super) const SHARED: usize = 226 << 10;
+/// That of a block that leaves as much to another.
+const SHARED_BY_TWO: usize = 112 << 10;
 /// Most rows that are few, and of those that are normalised where they are multiplied.
-const MOST_FEW: usize = 16;
+const MOST_FEW: usize = 8;
 const MOST_NORMED: usize = 2;
 /// Most rows that are multiplied by these kernels: more are the library's, with the weights as elements.
 pub(super) const MOST_WIDE: usize = 256;
+/// Rows for which the inner dimension is shared where it has to be shared in the same way for all: those of a step of many conversations.
+const ROWS_OF_SPLIT: usize = 32;
 /// Most parts that few rows' inputs are taken in.
 const MOST_PHASES: usize = 16;
 /// Bytes behind a row in shared memory.
@@ -23,25 +27,43 @@ const UNIT_BYTES: usize = 640;
 /// Forms of few rows, as in `four_bit_sm90.cu`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Few {
-    Eight,
+    /// Two blocks of a multiprocessor.
+    Plain,
+    /// The same, of rows so long that blocks read less ahead.
+    Long,
+    /// Normalised first.
     Normed,
+    /// One block of a multiprocessor, and the inputs part by part.
     Phased,
-    Sixteen,
-    SixteenPhased,
 }
 
 impl Few {
-    pub(super) const ALL: [Self; 5] =
-        [Self::Eight, Self::Normed, Self::Phased, Self::Sixteen, Self::SixteenPhased];
+    pub(super) const ALL: [Self; 4] = [Self::Plain, Self::Long, Self::Normed, Self::Phased];
 
     pub(super) fn name(self) -> &'static str {
         match self {
-            Self::Eight => "few",
+            Self::Plain => "few",
+            Self::Long => "few_long",
             Self::Normed => "few_normed",
             Self::Phased => "few_phased",
-            Self::Sixteen => "few16",
-            Self::SixteenPhased => "few16_phased",
         }
+    }
+
+    /// Units that a warp reads ahead.
+    fn stages(self) -> usize {
+        match self {
+            Self::Plain | Self::Normed => 8,
+            Self::Long => 6,
+            Self::Phased => 12,
+        }
+    }
+
+    /// Bytes of shared memory: the ring, rows, the sums of their groups, the sums of the warps, as in `gemm/four_bit_few.cuh`.
+    fn shared(self, rows: usize, units: usize, tiles: usize) -> usize {
+        WARPS * self.stages() * UNIT_BYTES
+            + rows * (units * FOUR_BIT_UNIT * 2 + PAD)
+            + units * 64
+            + (tiles + WARPS) * 512
     }
 }
 
@@ -62,31 +84,22 @@ impl FewPlan {
             return None;
         }
         let (tiles, units) = (outputs / FOUR_BIT_TILE, inputs / FOUR_BIT_UNIT);
-        let (blocks, columns) = (tiles.min(multiprocessors as usize), rows.div_ceil(8));
-        let most = if normed { 1 } else { MOST_PHASES.min(units) };
-        let (phases, shared) = (1..=most)
-            .map(|phases| (phases, shared(units.div_ceil(phases), tiles.div_ceil(blocks), rows)))
-            .find(|&(_, shared)| shared <= SHARED)?;
-        let form = match (columns, phases) {
-            (1, 1) if normed => Few::Normed,
-            (1, 1) => Few::Eight,
-            (1, _) => Few::Phased,
-            (_, 1) => Few::Sixteen,
-            (_, _) => Few::SixteenPhased,
+        let blocks = tiles.min(multiprocessors as usize);
+        let shared =
+            |form: Few, phases: usize| form.shared(rows, units.div_ceil(phases), tiles.div_ceil(blocks));
+        let whole = [Few::Plain, Few::Long].into_iter().find(|&form| shared(form, 1) <= SHARED_BY_TWO);
+        let (form, phases) = match whole {
+            _ if normed => (Few::Normed, Some(1)),
+            Some(form) => (form, Some(1)),
+            None => {
+                let mut phases = 1..=MOST_PHASES.min(units);
+                (Few::Phased, phases.find(|&phases| shared(Few::Phased, phases) <= SHARED))
+            }
         };
+        let phases = phases?;
+        let shared = Some(shared(form, phases)).filter(|&shared| shared <= SHARED)?;
         Some(Self { form, phases: phases as u32, blocks: blocks as u32, shared: shared as u32 })
     }
-}
-
-/// Bytes of shared memory: the ring, rows, the sums of their groups, the sums of the warps, as in `gemm/four_bit_few.cuh`.
-fn shared(units: usize, tiles: usize, rows: usize) -> usize {
-    let columns = rows.div_ceil(8);
-    // Units that a warp reads ahead.
-    let stages = if columns == 1 { 12 } else { 6 };
-    WARPS * stages * UNIT_BYTES
-        + rows * (units * FOUR_BIT_UNIT * 2 + PAD)
-        + units * columns * 64
-        + (tiles + WARPS) * columns * 512
 }
 
 /// Forms of more rows: by how many of them a block takes.
@@ -174,6 +187,12 @@ impl WidePlan {
             row_blocks: row_blocks as u32,
             output_blocks: output_blocks as u32,
         }
+    }
+
+    /// That in which a row's bits do not depend on how many others there are: all forms add the inner dimension in the same order, part by part.
+    pub(super) fn exact(shape: GemmShape, rows: usize, multiprocessors: u32) -> Self {
+        let split = Self::of(shape, ROWS_OF_SPLIT, multiprocessors).split;
+        Self { split, ..Self::of(shape, rows, multiprocessors) }
     }
 
     pub(super) fn blocks(&self) -> u32 {

@@ -10,7 +10,7 @@ const LLAMA: [(usize, usize); 5] =
 fn few_rows_have_a_plan_that_fits_into_shared_memory_whatever_the_matrix() {
     let odd = [(64, 16), (576, 49_152), (14_336, 4096), (28_672, 8192), (4096, 128_256)];
     for (inputs, outputs) in LLAMA.into_iter().chain(odd) {
-        for rows in 1..=16 {
+        for rows in 1..=8 {
             let plan = FewPlan::of(GemmShape { inputs, outputs }, rows, false, 132).unwrap();
             assert!(plan.shared as usize <= plan::SHARED, "{inputs} {outputs} {rows}: {plan:?}");
             assert!(plan.blocks as usize <= outputs / 16 && plan.phases as usize <= inputs / 64);
@@ -21,13 +21,15 @@ fn few_rows_have_a_plan_that_fits_into_shared_memory_whatever_the_matrix() {
             .map(|plan| (plan.form, plan.phases))
     };
     assert_eq!(of(4096, 2, true), Some((Few::Normed, 1)));
+    assert_eq!(of(8192, 2, true), Some((Few::Normed, 1)), "one block of a multiprocessor");
     assert_eq!(of(4096, 3, true), None);
     assert_eq!(of(16_384, 1, true), None);
-    assert_eq!(of(4096, 8, false), Some((Few::Eight, 1)));
-    assert_eq!(of(11_008, 16, false), Some((Few::SixteenPhased, 3)));
+    assert_eq!(of(4096, 2, false), Some((Few::Plain, 1)));
+    assert_eq!(of(11_008, 1, false), Some((Few::Long, 1)));
+    assert_eq!(of(11_008, 2, false), Some((Few::Phased, 1)));
+    assert_eq!(of(11_008, 8, false), Some((Few::Phased, 2)));
     assert_eq!(of(14_336, 8, false), Some((Few::Phased, 3)));
-    assert_eq!(of(11_008, 2, false), Some((Few::Eight, 1)));
-    assert_eq!(of(4096, 17, false), None);
+    assert_eq!(of(4096, 9, false), None);
 }
 
 #[test]
@@ -37,6 +39,10 @@ fn the_blocks_of_a_cluster_all_have_units_and_all_rows_and_outputs_have_a_block(
             let plan = WidePlan::of(GemmShape { inputs, outputs }, rows, 132);
             assert!(plan.split as usize <= inputs / 64, "{inputs} {outputs} {rows}: {plan:?}");
             assert!(plan.row_blocks as usize * plan.form.rows() >= rows);
+            let alone = WidePlan::exact(GemmShape { inputs, outputs }, 1, 132);
+            let exact = WidePlan::exact(GemmShape { inputs, outputs }, rows, 132);
+            assert_eq!(exact.split, alone.split, "whatever the rows");
+            assert_eq!((exact.form, exact.row_blocks), (plan.form, plan.row_blocks));
             let blocks = (plan.blocks() / plan.split / plan.row_blocks) as usize;
             assert!(blocks * plan.form.outputs() >= outputs);
         }
