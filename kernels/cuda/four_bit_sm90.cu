@@ -1,5 +1,5 @@
 // Products with four-bit weights on sm_90a: entry points `pagedd_four_bit_{few,few_long,few_normed,few_phased}_{store,single,add,silu}_{bf16,f16}`
-// for at most 8 rows, and `pagedd_four_bit_wide{32,64,128}_…` for more. In the fatbin's other parts they trap: elsewhere weights are
+// for at most 8 rows, and `pagedd_four_bit_wide{16,32,64,128}_…` for more. In the fatbin's other parts they trap: elsewhere weights are
 // widened and the library multiplies.
 #include "gemm/four_bit_few.cuh"
 #include "gemm/four_bit_wide.cuh"
@@ -21,11 +21,11 @@ static_assert(pagedd::four_bit_few_shared(11008, 4096, 8, 4, 132, 12) == 12 * 10
         PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, stages, normed, phased, pagedd::Ending::end>(params)); \
     }
 
-#define PAGEDD_WIDE(name, element, form, parts, rows, stages, blocks, shared, ending, end)                       \
-    static_assert(pagedd::FourBitWideShape<parts, rows, stages>::kSharedBytes == shared, "the host's number");   \
-    extern "C" __global__ void __launch_bounds__(pagedd::kWideThreads, blocks)                                   \
+#define PAGEDD_WIDE(name, element, form, groups, rows, stages, shared, ending, end)                              \
+    static_assert(pagedd::FourBitWideShape<groups, rows, stages>::kSharedBytes == shared, "the host's number");  \
+    extern "C" __global__ void __launch_bounds__(pagedd::kWideThreads<groups>, pagedd::kWideBlocks<groups>)      \
         pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitWideParams params) {   \
-        PAGEDD_ON_SM90(pagedd::four_bit_wide<pagedd::element, parts, rows, stages, blocks, pagedd::Ending::end>(params)); \
+        PAGEDD_ON_SM90(pagedd::four_bit_wide<pagedd::element, groups, rows, stages, pagedd::Ending::end>(params)); \
     }
 
 #define PAGEDD_FOUR_BIT_FORMS(ending, end, name, element)                                    \
@@ -33,9 +33,10 @@ static_assert(pagedd::four_bit_few_shared(11008, 4096, 8, 4, 132, 12) == 12 * 10
     PAGEDD_FEW(name, element, few_long, 6, 2, false, false, ending, end)                     \
     PAGEDD_FEW(name, element, few_normed, 8, 2, true, false, ending, end)                    \
     PAGEDD_FEW(name, element, few_phased, 12, 1, false, true, ending, end)                   \
-    PAGEDD_WIDE(name, element, wide32, 1, 32, 6, 2, 56320, ending, end)                      \
-    PAGEDD_WIDE(name, element, wide64, 1, 64, 6, 2, 80896, ending, end)                      \
-    PAGEDD_WIDE(name, element, wide128, 2, 128, 6, 1, 160768, ending, end)
+    PAGEDD_WIDE(name, element, wide16, 2, 16, 8, 58368, ending, end)                         \
+    PAGEDD_WIDE(name, element, wide32, 2, 32, 6, 56320, ending, end)                         \
+    PAGEDD_WIDE(name, element, wide64, 3, 64, 10, 164864, ending, end)                       \
+    PAGEDD_WIDE(name, element, wide128, 3, 128, 8, 197632, ending, end)
 
 #define PAGEDD_FOUR_BIT_TYPES(ending, end)               \
     PAGEDD_FOUR_BIT_FORMS(ending, end, bf16, Bf16)       \

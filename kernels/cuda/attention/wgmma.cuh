@@ -118,6 +118,7 @@ struct Warpgroup;
     };
 
 #define PAGEDD_WARPGROUPS(type, ptx)                                                                                                     \
+    PAGEDD_WARPGROUP(type, ptx, 16, 2, "%0,%1,%2,%3,%4,%5,%6,%7", PAGEDD_F4(d, 0) PAGEDD_COMMA PAGEDD_F4(d, 1), 8, 9, 10, 11, 12, 13)    \
     PAGEDD_WARPGROUP(type, ptx, 32, 4, PAGEDD_R16, PAGEDD_F4(d, 0) PAGEDD_COMMA PAGEDD_F4(d, 1) PAGEDD_COMMA PAGEDD_F4(d, 2) PAGEDD_COMMA PAGEDD_F4(d, 3), 16, 17, 18, 19, 20, 21) \
     PAGEDD_WARPGROUP(type, ptx, 64, 8, PAGEDD_R32_0, PAGEDD_F32(d, 0), 32, 33, 34, 35, 36, 37)                                               \
     PAGEDD_WARPGROUP(type, ptx, 128, 16, PAGEDD_R32_0 "," PAGEDD_R32_1, PAGEDD_F32(d, 0) PAGEDD_COMMA PAGEDD_F32(d, 8), 64, 65, 66, 67, 68, 69) \

@@ -1,9 +1,9 @@
 // Products of more than a few rows with a matrix of four-bit weights, on sm_90a.
 //
-// A CTA takes 128 kParts outputs and kRows rows of the input; the CTAs of a cluster share the inner dimension and add their sums up through each other's
-// shared memory, in their order. One warp has the copy engine bring a unit of the depth at a time into a ring: the input, permuted as the matrix units want
-// it, and the tiles' numbers. Two warpgroups make elements of the numbers in registers, where the matrix units take them from, kParts times 64
-// outputs each, so that one piece becomes elements while the one before is multiplied.
+// A CTA takes 64 kGroups outputs and kRows rows of the input; the CTAs of a cluster share the inner dimension and add their sums up through each other's
+// shared memory, in their order. A few warps have the copy engine bring a unit of the depth at a time into a ring: the input, permuted as the matrix units want
+// it, and the tiles' numbers. kGroups warpgroups make elements of the numbers in registers, where the matrix units take them from, 64 outputs
+// each, so that one unit becomes elements while the one before is multiplied.
 //
 // A weight is rounded to an element here, from a scale and a minimum that are rounded as well; see widen_unit.
 #pragma once
@@ -15,8 +15,13 @@
 
 namespace pagedd {
 
-constexpr int kWideConsumers = 8;
-constexpr int kWideThreads = (kWideConsumers + 4) * 32;
+constexpr int kWideCopiers = 4;
+
+/// Threads of a CTA with so many warpgroups that multiply, and how many of it a multiprocessor has.
+template <int kGroups>
+constexpr int kWideThreads = kGroups * 128 + kWideCopiers * 32;
+template <int kGroups>
+constexpr int kWideBlocks = kGroups == 3 ? 1 : 2;
 
 struct FourBitWideParams {
     CUtensorMap x;        // [rows][inputs] in boxes of kRows x 64, permuted in rows of 128 bytes; what is outside are zeros
@@ -28,14 +33,14 @@ struct FourBitWideParams {
     uint32_t row_blocks;  // of kRows
 };
 
-template <int kParts, int kRows, int kStages>
+template <int kGroups, int kRows, int kStages>
 struct FourBitWideShape {
-    static constexpr int kTiles = kWideConsumers * kParts;
+    static constexpr int kTiles = kGroups * 4;
     static constexpr int kOutputs = kTiles * kFourBitTile;
     static constexpr int kInputBytes = kRows * kFourBitUnit * 2;
     static constexpr int kWeightBytes = kTiles * kFourBitBytes;
-    static constexpr int kStageBytes = kInputBytes + kWeightBytes;
-    static_assert(kInputBytes % 1024 == 0 && kStageBytes % 1024 == 0, "operands begin at multiples of 1,024 bytes");
+    static constexpr int kStageBytes = (kInputBytes + kWeightBytes + 1023) / 1024 * 1024;
+    static_assert(kInputBytes % 1024 == 0, "operands begin at multiples of 1,024 bytes");
     /// Floats from one row of the sums to the next: rows 2t lie in different banks.
     static constexpr int kPitch = kOutputs + 4;
     static constexpr int kRingBytes = kStages * kStageBytes;
@@ -88,14 +93,14 @@ __device__ __forceinline__ void bring_box(uint32_t to, const CUtensorMap& map, u
                  : "memory");
 }
 
-/// `kBlocks`: CTAs of a multiprocessor, as in the kernel's launch bounds.
-template <typename T, int kParts, int kRows, int kStages, int kBlocks, Ending kEnding>
+template <typename T, int kGroups, int kRows, int kStages, Ending kEnding>
 __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
-    using Shape = FourBitWideShape<kParts, kRows, kStages>;
+    using Shape = FourBitWideShape<kGroups, kRows, kStages>;
+    constexpr int kConsumers = kGroups * 4, kThreads = kWideThreads<kGroups>;
     // What a thread has at the start, and what is left of the CTA's where consumers have theirs: more would be waited for without end.
-    constexpr int kAtStart = 65536 / (kWideThreads * kBlocks) / 8 * 8, kConsumer = kBlocks == 1 ? 232 : 104;
-    constexpr int kCopier = (kAtStart * kWideThreads - kConsumer * kWideConsumers * 32) / 128 / 8 * 8;
-    static_assert(kBlocks <= 2 && kCopier >= 24, "registers of a CTA");
+    constexpr int kAtStart = 65536 / (kThreads * kWideBlocks<kGroups>) / 8 * 8, kConsumer = kGroups == 3 ? 152 : 104;
+    constexpr int kCopier = (kAtStart * kThreads - kConsumer * kConsumers * 32) / 128 / 8 * 8;
+    static_assert(kCopier >= 24, "registers of a CTA");
     constexpr int kColumns = kRows / 8;
     extern __shared__ __align__(128) uint8_t unaligned[];
     __shared__ __align__(8) uint64_t barriers[2 * kStages];
@@ -111,7 +116,7 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {
             barrier_init(full + stage * 8, 1);
-            barrier_init(empty + stage * 8, kWideConsumers);
+            barrier_init(empty + stage * 8, kConsumers);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_for_matrix_units();
@@ -119,33 +124,32 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
     __syncthreads();
     let_next_kernel_start();
 
-    if (warp >= kWideConsumers) {
-        // ---- one warp copies; it is of a group of its own, which leaves its registers to the others ----
+    if (warp >= kConsumers) {
+        // ---- four warps copy, a unit each in turn: starting a unit's copies takes one longer than it takes to multiply it ----
         give_registers<kCopier>();
-        if (warp == kWideConsumers) {
-            const auto weights = [&](unsigned unit) {
-                const uint32_t stage = unit % kStages, barrier = full + stage * 8;
-                if (lane == 0) barrier_expect(barrier, Shape::kStageBytes);
-                __syncwarp();
-                if (lane < Shape::kTiles) {
-                    const unsigned tile = min(block * Shape::kTiles + lane, tiles - 1);
-                    const uint8_t* from = static_cast<const uint8_t*>(a.weights) + (size_t(tile) * units + first + unit) * kFourBitBytes;
-                    bring(ring + stage * Shape::kStageBytes + Shape::kInputBytes + lane * kFourBitBytes, from, kFourBitBytes, barrier);
-                }
-            };
-            const auto input = [&](unsigned unit) {
-                const uint32_t stage = unit % kStages;
-                if (lane == 0) bring_box(ring + stage * Shape::kStageBytes, a.x, (first + unit) * kFourBitUnit, first_row, full + stage * 8);
-            };
-            const unsigned ahead = min(count, unsigned(kStages));
-            for (unsigned unit = 0; unit < ahead; ++unit) weights(unit);
-            wait_for_previous_kernel();
-            for (unsigned unit = 0; unit < ahead; ++unit) input(unit);
-            for (unsigned unit = ahead; unit < count; ++unit) {
-                barrier_wait(empty + unit % kStages * 8, unit / kStages - 1 & 1);
-                weights(unit);
-                input(unit);
+        const auto weights = [&](unsigned unit) {
+            const uint32_t stage = unit % kStages, barrier = full + stage * 8;
+            if (lane == 0) barrier_expect(barrier, Shape::kInputBytes + Shape::kWeightBytes);
+            __syncwarp();
+            if (lane < Shape::kTiles) {
+                const unsigned tile = min(block * Shape::kTiles + lane, tiles - 1);
+                const uint8_t* from = static_cast<const uint8_t*>(a.weights) + (size_t(tile) * units + first + unit) * kFourBitBytes;
+                bring(ring + stage * Shape::kStageBytes + Shape::kInputBytes + lane * kFourBitBytes, from, kFourBitBytes, barrier);
             }
+        };
+        const auto input = [&](unsigned unit) {
+            const uint32_t stage = unit % kStages;
+            if (lane == 0) bring_box(ring + stage * Shape::kStageBytes, a.x, (first + unit) * kFourBitUnit, first_row, full + stage * 8);
+        };
+        const unsigned own = warp - kConsumers, ahead = min(count, unsigned(kStages));
+        for (unsigned unit = own; unit < ahead; unit += kWideCopiers) weights(unit);
+        wait_for_previous_kernel();
+        unsigned unit = own;
+        for (; unit < ahead; unit += kWideCopiers) input(unit);
+        for (; unit < count; unit += kWideCopiers) {
+            barrier_wait(empty + unit % kStages * 8, unit / kStages - 1 & 1);
+            weights(unit);
+            input(unit);
         }
         __syncwarp();
         arrive_at_cluster();
@@ -155,65 +159,46 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
     } else {
         // ---- the warps that multiply ----
         take_registers<kConsumer>();
-        const unsigned group = warp / 4;
-        float d[kParts][kColumns][4];
+        float d[kColumns][4];
         uint32_t elements[2][4][4];
-        // Multiplies part `part` of a unit, whose elements come into `next`, for which all but the newest instructions have to be over; with it the stage of
-        // `over` units before is free.
-        const auto multiply_part = [&](unsigned unit, int part, uint32_t(&next)[4][4], bool frees) {
+        // Multiplies a unit, whose elements come into `next`, for which all but the newest instructions have to be over: the stage of the unit before
+        // that one is free.
+        const auto multiply_unit = [&](unsigned unit, uint32_t(&next)[4][4]) {
             const unsigned stage = unit % kStages;
+            barrier_wait(full + stage * 8, unit / kStages & 1);
             const uint32_t at = ring + stage * Shape::kStageBytes;
-            const uint8_t* pieces = shared + stage * Shape::kStageBytes + Shape::kInputBytes + ((part * 2 + group) * 4 + warp % 4) * kFourBitBytes;
+            const uint8_t* pieces = shared + stage * Shape::kStageBytes + Shape::kInputBytes + warp * kFourBitBytes;
             const FourBitPiece piece = {*reinterpret_cast<const uint4*>(pieces + lane * 16), *reinterpret_cast<const uint4*>(pieces + kFourBitScales + lane / 4 * 16)};
-            // With two parts the unit before is over at the second; with one, the unit before the last.
-            if (frees) {
+            if (unit > 1) {
                 __syncwarp();
-                if (lane == 0) barrier_arrive(empty + (unit - (kParts == 2 ? 1 : 2)) % kStages * 8);
+                if (lane == 0) barrier_arrive(empty + (unit - 2) % kStages * 8);
             }
             widen_unit<T>(next, piece);
             products_begin();
 #pragma unroll
-            for (int step = 0; step < 4; ++step) Warpgroup<T, kColumns>::from_registers_along(d[part], next[step], operand(at + step * 32, 16), step > 0 || unit > 0);
+            for (int step = 0; step < 4; ++step) Warpgroup<T, kColumns>::from_registers_along(d, next[step], operand(at + step * 32, 16), step > 0 || unit > 0);
             products_commit();
             products_wait<1>();
         };
-        if constexpr (kParts == 2) {
-            for (unsigned unit = 0; unit < count; ++unit) {
-                barrier_wait(full + unit % kStages * 8, unit / kStages & 1);
-                multiply_part(unit, 0, elements[0], false);
-                multiply_part(unit, 1, elements[1], unit > 0);
-            }
-        } else {
-            unsigned unit = 0;
-            for (; unit + 1 < count; unit += 2) {
-                barrier_wait(full + unit % kStages * 8, unit / kStages & 1);
-                multiply_part(unit, 0, elements[0], unit > 1);
-                barrier_wait(full + (unit + 1) % kStages * 8, (unit + 1) / kStages & 1);
-                multiply_part(unit + 1, 0, elements[1], unit > 0);
-            }
-            if (unit < count) {
-                products_wait<0>();
-                barrier_wait(full + unit % kStages * 8, unit / kStages & 1);
-                multiply_part(unit, 0, elements[0], unit > 1);
-            }
+        unsigned unit = 0;
+        for (; unit + 1 < count; unit += 2) {
+            multiply_unit(unit, elements[0]);
+            multiply_unit(unit + 1, elements[1]);
         }
+        if (unit < count) multiply_unit(unit, elements[0]);
         products_wait<0>();
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) pin(d[part]);
+        pin(d);
         // The ring becomes the place of the sums when nobody reads it any more; what was copied into it has all been waited for.
-        named_sync(1, kWideConsumers * 32);
+        named_sync(1, kConsumers * 32);
         float* const sums = reinterpret_cast<float*>(shared);
+        const unsigned first_output = warp * kFourBitTile + lane / 4;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            const unsigned output = ((part * 2 + group) * 4 + warp % 4) * kFourBitTile + lane / 4;
-#pragma unroll
-            for (int column = 0; column < kColumns; ++column) {
-                float* to = sums + (column * 8 + lane % 4 * 2) * Shape::kPitch + output;
-                to[0] = d[part][column][0];
-                to[Shape::kPitch] = d[part][column][1];
-                to[8] = d[part][column][2];
-                to[Shape::kPitch + 8] = d[part][column][3];
-            }
+        for (int column = 0; column < kColumns; ++column) {
+            float* to = sums + (column * 8 + lane % 4 * 2) * Shape::kPitch + first_output;
+            to[0] = d[column][0];
+            to[Shape::kPitch] = d[column][1];
+            to[8] = d[column][2];
+            to[Shape::kPitch + 8] = d[column][3];
         }
         // Only now: nothing of an earlier kernel is read or overwritten before its end.
         wait_for_previous_kernel();
@@ -235,7 +220,7 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
                 }
                 return sum;
             };
-            for (unsigned i = threadIdx.x; i < own * kPacks; i += kWideConsumers * 32) {
+            for (unsigned i = threadIdx.x; i < own * kPacks; i += kConsumers * 32) {
                 const unsigned row = i / kPacks * ranks + rank, at = i % kPacks;
                 // Of halves, packs 2i and 2i + 1 are the gates of tile i.
                 const unsigned output = kHalf ? at / 2 * kFourBitTile + at % 2 * 4 : at * 4;

@@ -27,9 +27,8 @@ use super::stream::Stream;
 use crate::error::{ShapeError, length, product};
 use crate::four_bit::{FOUR_BIT_TILE, FOUR_BIT_UNIT, four_bit_bytes};
 
-/// Threads of a block that takes few rows, and of one that takes many.
+/// Threads of a block that takes few rows.
 const FEW_THREADS: u32 = 512;
-const WIDE_THREADS: u32 = 384;
 /// Threads of a block that widens, and blocks for each multiprocessor.
 const WIDEN_THREADS: u32 = 256;
 const WIDEN_BLOCKS: u32 = 16;
@@ -258,7 +257,8 @@ pub fn wide<T: Half>(
         rows: rows as u32,
         row_blocks: plan.row_blocks,
     };
-    let grid = Grid { blocks: (plan.blocks(), 1), threads: WIDE_THREADS, shared: plan.form.shared() as u32 };
+    let (threads, shared) = (plan.form.threads() as u32, plan.form.shared() as u32);
+    let grid = Grid { blocks: (plan.blocks(), 1), threads, shared };
     let function = &products.wide[plan.form as usize][index][T::INDEX];
     let how = Launch { early: true, cluster: plan.split };
     // SAFETY: lengths of the input, the tiles and the output were compared with rows, inputs and outputs; the map is of the input's rows, and gives

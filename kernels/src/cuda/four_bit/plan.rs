@@ -12,7 +12,7 @@ const SHARED_BY_TWO: usize = 112 << 10;
 const MOST_FEW: usize = 8;
 const MOST_NORMED: usize = 2;
 /// Most rows that are multiplied by these kernels: more are the library's, with the weights as elements.
-pub(super) const MOST_WIDE: usize = 256;
+pub(super) const MOST_WIDE: usize = 512;
 /// Rows for which the inner dimension is shared where it has to be shared in the same way for all: those of a step of many conversations.
 const ROWS_OF_SPLIT: usize = 32;
 /// Most parts that few rows' inputs are taken in.
@@ -105,16 +105,18 @@ impl FewPlan {
 /// Forms of more rows: by how many of them a block takes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Wide {
+    Of16,
     Of32,
     Of64,
     Of128,
 }
 
 impl Wide {
-    pub(super) const ALL: [Self; 3] = [Self::Of32, Self::Of64, Self::Of128];
+    pub(super) const ALL: [Self; 4] = [Self::Of16, Self::Of32, Self::Of64, Self::Of128];
 
     pub(super) fn name(self) -> &'static str {
         match self {
+            Self::Of16 => "wide16",
             Self::Of32 => "wide32",
             Self::Of64 => "wide64",
             Self::Of128 => "wide128",
@@ -123,33 +125,45 @@ impl Wide {
 
     pub(super) fn rows(self) -> usize {
         match self {
+            Self::Of16 => 16,
             Self::Of32 => 32,
             Self::Of64 => 64,
             Self::Of128 => 128,
         }
     }
 
+    /// Warpgroups of a block that multiply, 64 outputs each.
+    fn groups(self) -> usize {
+        match self {
+            Self::Of16 | Self::Of32 => 2,
+            Self::Of64 | Self::Of128 => 3,
+        }
+    }
+
     /// Outputs of a block.
     pub(super) fn outputs(self) -> usize {
-        match self {
-            Self::Of32 | Self::Of64 => 128,
-            Self::Of128 => 256,
-        }
+        self.groups() * 64
+    }
+
+    /// Threads of a block: four warps copy.
+    pub(super) fn threads(self) -> usize {
+        (self.groups() + 1) * 128
     }
 
     /// Blocks of a multiprocessor.
     fn together(self) -> usize {
         match self {
-            Self::Of32 | Self::Of64 => 2,
-            Self::Of128 => 1,
+            Self::Of16 | Self::Of32 => 2,
+            Self::Of64 | Self::Of128 => 1,
         }
     }
 
     pub(super) fn shared(self) -> usize {
         match self {
+            Self::Of16 => 58_368,
             Self::Of32 => 56_320,
-            Self::Of64 => 80_896,
-            Self::Of128 => 160_768,
+            Self::Of64 => 164_864,
+            Self::Of128 => 197_632,
         }
     }
 }
@@ -167,7 +181,8 @@ pub(super) struct WidePlan {
 impl WidePlan {
     pub(super) fn of(shape: GemmShape, rows: usize, multiprocessors: u32) -> Self {
         let form = match rows {
-            0..=32 => Wide::Of32,
+            0..=16 => Wide::Of16,
+            17..=32 => Wide::Of32,
             33..=64 => Wide::Of64,
             _ => Wide::Of128,
         };
@@ -175,10 +190,12 @@ impl WidePlan {
             (rows.div_ceil(form.rows()), shape.outputs.div_ceil(form.outputs()));
         let units = shape.inputs / FOUR_BIT_UNIT;
         let room = multiprocessors as usize * form.together();
-        // What a block takes beside its units, in units: its start and the sums at its end, which more blocks bring about more of.
+        // What a block takes beside its units, in units: its start and the sums at its end, which more blocks bring about more of. A last wave that is
+        // not full takes less than a whole one, for blocks leave memory and matrix units to each other.
         let cost = |split: usize| {
-            let waves = (row_blocks * output_blocks * split).div_ceil(room);
-            waves * (units.div_ceil(split) + 6 + split)
+            let blocks = row_blocks * output_blocks * split;
+            let twice_waves = room * blocks.div_ceil(room) + blocks.max(room);
+            twice_waves * (units.div_ceil(split) + 6 + split)
         };
         let split = [1, 2, 4, 8].into_iter().filter(|&split| split <= units).min_by_key(|&split| cost(split));
         Self {
