@@ -17,10 +17,10 @@
 using namespace pagedd;
 #define CK(x) do { auto e_ = (x); if (int(e_) != 0) { printf("%s:%d %s: %d %s\n", __FILE__, __LINE__, #x, int(e_), cudaGetErrorString(cudaError_t(e_))); exit(1); } } while (0)
 
-template <typename T, int C, int D, int G, int M, bool N, bool P, Ending E>
-__global__ void __launch_bounds__(kFewThreads, M) few(const __grid_constant__ FourBitFewParams p) { four_bit_few<T, C, D, G, N, P, E>(p); }
-template <typename T, int A, int R, int S, int M, Ending E>
-__global__ void __launch_bounds__(kWideThreads, M) wide(const __grid_constant__ FourBitWideParams p) { four_bit_wide<T, A, R, S, M, E>(p); }
+template <typename T, int D, int M, bool N, bool P, Ending E>
+__global__ void __launch_bounds__(kFewThreads, M) few(const __grid_constant__ FourBitFewParams p) { four_bit_few<T, D, N, P, E>(p); }
+template <typename T, int G, int R, int S, Ending E>
+__global__ void __launch_bounds__(kWideThreads<G>, kWideBlocks<G>) wide(const __grid_constant__ FourBitWideParams p) { four_bit_wide<T, G, R, S, E>(p); }
 template <typename T, int A, int B, int S, Input I, Ending E>
 __global__ void __launch_bounds__(kProductThreads, 1) dense(const __grid_constant__ SmallRowsParams p) { small_rows<T, A, B, S, I, E>(p); }
 struct WidenParams { const void* w; void* out; uint32_t outputs, inputs, interleaved; };
@@ -45,22 +45,22 @@ template <class P> static void launch(void (*k)(P), dim3 grid, int threads, int 
 struct Call { const void* x; const float* norm; const void* w; void* out; int in, out_n, rows; };
 struct Variant { std::string name; bool normed, is_wide; std::function<bool(int, int, int)> fits; std::function<void(const Call&)> run; };
 
-template <typename T, int C, int D, int G, int M, bool N, bool P, Ending E> static Variant few_variant() {
-    auto k = few<T, C, D, G, M, N, P, E>;
+template <typename T, int D, int M, bool N, bool P, Ending E> static Variant few_variant() {
+    auto k = few<T, D, M, N, P, E>;
     constexpr uint32_t most = (M == 1 ? 226 : 112) * 1024;
     CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     auto phases = [](int in, int out, int rows) {
         for (uint32_t p = 1; p <= (P ? 8u : 1u); ++p)
-            if (four_bit_few_shared(in, out, rows, C, p, std::min(out / 16, sms), D, G) <= most) return p;
+            if (four_bit_few_shared(in, out, rows, p, std::min(out / 16, sms), D) <= most) return p;
         return 0u;
     };
-    char name[64]; snprintf(name, 64, "f%d.%d%s%s%s%s", C, D, G == 2 ? "t" : "", M == 2 ? "x" : "", N ? "n" : "", P ? "p" : "");
-    return {name, N, false, [=](int in, int out, int rows) { return rows <= C * 8 && (C == 1 || rows > 8) && phases(in, out, rows) > 0 && (!P || phases(in, out, rows) > 1 || in < 2000) && (!N || (rows <= 2 && in <= 8192)); },
+    char name[64]; snprintf(name, 64, "f%d%s%s", D, N ? "n" : "", P ? "p" : "");
+    return {name, N, false, [=](int in, int out, int rows) { return rows <= 8 && phases(in, out, rows) > 0 && (!N || (rows <= 2 && in <= 8192)); },
             [=](const Call& c) {
                 const uint32_t ph = phases(c.in, c.out_n, c.rows);
                 FourBitFewParams p = {c.x, c.norm, c.w, c.out, uint32_t(c.in), uint32_t(c.out_n), uint32_t(c.rows), ph, 1e-5f};
                 const int blocks = std::min(c.out_n / 16, sms);
-                launch(k, dim3(blocks), kFewThreads, four_bit_few_shared(c.in, c.out_n, c.rows, C, ph, blocks, D, G), p, pdl);
+                launch(k, dim3(blocks), kFewThreads, four_bit_few_shared(c.in, c.out_n, c.rows, ph, blocks, D), p, pdl);
             }};
 }
 static CUtensorMap map_of(const void* x, int in, int rows, int box, bool half) {
@@ -68,15 +68,15 @@ static CUtensorMap map_of(const void* x, int in, int rows, int box, bool half) {
     CK(encode(&m, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(x), dims, strides, b, one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
     return m;
 }
-template <typename T, int A, int R, int S, int M, Ending E> static Variant wide_variant(int split) {
-    auto k = wide<T, A, R, S, M, E>;
-    using Shape = FourBitWideShape<A, R, S>;
+template <typename T, int G, int R, int S, Ending E> static Variant wide_variant(int split) {
+    auto k = wide<T, G, R, S, E>;
+    using Shape = FourBitWideShape<G, R, S>;
     CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes));
-    char name[64]; snprintf(name, 64, "w%dx%d/%d", A, R, split);
+    char name[64]; snprintf(name, 64, "w%d/%d", R, split);
     return {name, false, true, [=](int in, int, int) { return in / 64 >= split; }, [=](const Call& c) {
                 FourBitWideParams p; memset(&p, 0, sizeof p);
                 p.x = map_of(c.x, c.in, c.rows, R, !std::is_same<T, Bf16>::value); p.weights = c.w; p.out = c.out; p.inputs = c.in; p.outputs = c.out_n; p.rows = c.rows; p.row_blocks = (c.rows + R - 1) / R;
-                launch(k, dim3((c.out_n + Shape::kOutputs - 1) / Shape::kOutputs * p.row_blocks * split), kWideThreads, Shape::kSharedBytes, p, pdl, split);
+                launch(k, dim3((c.out_n + Shape::kOutputs - 1) / Shape::kOutputs * p.row_blocks * split), kWideThreads<G>, Shape::kSharedBytes, p, pdl, split);
             }};
 }
 template <int A, int B, int S, Input I, Ending E> static Variant dense_variant(const char* name) {
@@ -89,21 +89,15 @@ template <int A, int B, int S, Input I, Ending E> static Variant dense_variant(c
             }};
 }
 template <typename T, Ending E> static std::vector<Variant> fews() {
-    return {few_variant<T, 1, 12, 1, 1, false, false, E>(), few_variant<T, 1, 12, 1, 1, true, false, E>(), few_variant<T, 1, 12, 1, 1, false, true, E>(),
-            few_variant<T, 1, 8, 1, 2, false, false, E>(), few_variant<T, 1, 8, 1, 2, true, false, E>(), few_variant<T, 1, 6, 1, 2, false, false, E>(), few_variant<T, 1, 6, 1, 2, true, false, E>(),
-            few_variant<T, 1, 6, 2, 1, false, false, E>(), few_variant<T, 1, 6, 2, 1, true, false, E>(),
-            few_variant<T, 2, 6, 1, 1, false, false, E>(), few_variant<T, 2, 6, 1, 1, false, true, E>(),
-            few_variant<T, 2, 2, 2, 1, false, false, E>(), few_variant<T, 2, 3, 2, 1, false, false, E>(), few_variant<T, 2, 3, 2, 1, false, true, E>()};
+    return {few_variant<T, 8, 2, false, false, E>(), few_variant<T, 8, 2, true, false, E>(), few_variant<T, 6, 2, false, false, E>(), few_variant<T, 12, 1, false, true, E>()};
 }
 template <typename T, Ending E> static std::vector<Variant> wides(int rows) {
     std::vector<Variant> v;
     for (int s : {1, 2, 4, 8}) {
-        if (rows <= 32) v.push_back(wide_variant<T, 1, 32, 6, 2, E>(s));
-        if (rows <= 64) v.push_back(wide_variant<T, 1, 64, 6, 2, E>(s));
-        if (rows > 32 && rows <= 128) v.push_back(wide_variant<T, 2, 64, 6, 1, E>(s));
-        if (rows > 64 && rows <= 128) v.push_back(wide_variant<T, 1, 128, 6, 1, E>(s));
-        if (rows > 64) v.push_back(wide_variant<T, 2, 128, 6, 1, E>(s));
-        if (rows > 128) v.push_back(wide_variant<T, 1, 256, 5, 1, E>(s));
+        if (rows <= 16) v.push_back(wide_variant<T, 2, 16, 8, E>(s));
+        if (rows <= 32) v.push_back(wide_variant<T, 2, 32, 6, E>(s));
+        if (rows > 16 && rows <= 64) v.push_back(wide_variant<T, 3, 64, 10, E>(s));
+        if (rows > 32) v.push_back(wide_variant<T, 3, 128, 8, E>(s));
     }
     return v;
 }
@@ -252,10 +246,10 @@ template <typename T, Ending E> static void check_shape(const std::vector<Varian
     for (void* p : {(void*)x, (void*)w, (void*)wf, (void*)wide_w, (void*)xr, (void*)norm, (void*)out, (void*)ref, (void*)mag}) cudaFree(p);
 }
 template <typename T, Ending E> static void check(bool few) {
-    int shapes[][2] = {{576, 960}, {4096, 496}, {11008, 256}, {64, 48}, {1536, 2128}};
+    int shapes[][2] = {{576, 960}, {4096, 496}, {11008, 256}, {11008, 4256}, {64, 48}, {1536, 2128}};
     for (auto& s : shapes) for (int rows : {1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 129, 300}) {
-        if ((rows <= 16) != few || (rows > 65 && (s[0] == 11008 || s[1] == 2128) && rows != 129)) continue;
-        std::vector<Variant> v = rows <= 16 ? fews<T, E>() : wides<T, E>(rows);
+        if ( (rows > 65 && (s[0] == 11008 || s[1] == 2128) && rows != 129) || (s[1] == 4256 && rows != 1 && rows != 8 && rows != 16 && rows != 64)) continue;
+        std::vector<Variant> v = few ? rows <= 8 ? fews<T, E>() : std::vector<Variant>() : wides<T, E>(rows);
         check_shape<T, E>(v, s[0], s[1], rows);
     }
 }
@@ -269,8 +263,8 @@ static std::vector<Variant> of(const Matrix& m, int rows, bool four) {
     const auto pick = [&](auto e) {
         constexpr Ending E = decltype(e)::value;
         if (four) {
-            if (rows <= 16) for (auto& x : fews<bf16, E>()) v.push_back(x);
-            if (rows > 8) for (auto& x : wides<bf16, E>(rows)) v.push_back(x);
+            if (rows <= 8) for (auto& x : fews<bf16, E>()) v.push_back(x);
+            if (rows > 2) for (auto& x : wides<bf16, E>(rows)) v.push_back(x);
         } else if (rows <= 16) {
             v = {dense_variant<1, 1, 8, Input::kKept, E>("kept"), dense_variant<1, 2, 4, Input::kKept, E>("kept16"), dense_variant<1, 1, 8, Input::kNormed, E>("normed"), dense_variant<2, 1, 5, Input::kStreamed, E>("streamed"), dense_variant<2, 2, 4, Input::kStreamed, E>("streamed16")};
         }
@@ -368,11 +362,11 @@ int main(int argc, char** argv) {
     const size_t units = (size_t(5) << 30) / 640; CK(cudaMalloc(&fours, units * 640)); four_fill<<<2048, 256, 0, stream>>>(fours, units, 7);
     CK(cudaMalloc(&io_x, size_t(1024) * 11008 * 4)); CK(cudaMalloc(&io_out, size_t(1024) * 32000 * 4)); CK(cudaMalloc(&io_norm, 32768 * 4));
     fill<bf16><<<1024, 256, 0, stream>>>((bf16*)io_x, size_t(1024) * 11008 * 2, 1, 1.0f); fill<float><<<64, 256, 0, stream>>>(io_norm, 32768, 4, 1.0f); CK(cudaMemsetAsync(io_out, 0, size_t(1024) * 32000 * 4, stream)); CK(cudaStreamSynchronize(stream));
-    if (what == "few") { for (auto& v : of(kSeven[2], 1, true)) if (v.name == "f1.12n") for (int i = 0; i < 4; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, 1}); CK(cudaStreamSynchronize(stream)); return 0; }
-    if (what == "wide") { for (int rows : {64, 256}) for (auto& v : of(kSeven[2], rows, true)) if (v.name == "w2x64/1" || v.name == "w1x64/2" || (rows == 256 && v.name == "w2x128/2")) for (int i = 0; i < 2; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, rows}); CK(cudaStreamSynchronize(stream)); return 0; }
+    if (what == "few") { for (auto& v : of(kSeven[2], 1, true)) if (v.name == "f8n") for (int i = 0; i < 4; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, 1}); CK(cudaStreamSynchronize(stream)); return 0; }
+    if (what == "wide") { for (int rows : {64, 256}) for (auto& v : of(kSeven[2], rows, true)) if (v.name == "w64/1" || (rows == 256 && v.name == "w128/1")) for (int i = 0; i < 2; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, rows}); CK(cudaStreamSynchronize(stream)); return 0; }
     Lt the; lt = &the;
     dense_bytes = size_t(14) << 30; CK(cudaMalloc(&dense_weights, dense_bytes)); fill<bf16><<<2048, 256, 0, stream>>>((bf16*)dense_weights, dense_bytes / 2, 9, 0.05f); CK(cudaStreamSynchronize(stream));
-    if (what == "step") for (int rows : counts) for (const char* kinds : rows > 8 ? std::vector<const char*>{"", "f2.6 f2.6p", "f2.3t f2.2t f2.3tp"} : std::vector<const char*>{"", "f1.12", "f1.8x f1.6x", "f1.6x", "f1.6t"}) step(rows, kinds);
+    if (what == "step") for (int rows : counts) for (const char* kinds : {"", "f8 f6 f12p"}) step(rows, kinds);
     if (what == "products") products(counts);
     return 0;
 }
