@@ -1,4 +1,4 @@
-// Products with four-bit weights on sm_90a: entry points `pagedd_four_bit_{few,few_long,few_normed,few_phased}_{store,single,add,silu}_{bf16,f16}`
+// Products with four-bit weights on sm_90a: entry points `pagedd_four_bit_{few,few_long,few_alone,few_normed}_{store,single,add,silu}_{bf16,f16}`
 // for at most 8 rows, and `pagedd_four_bit_wide{16,32,64,128}_…` for more. In the fatbin's other parts they trap: elsewhere weights are
 // widened and the library multiplies.
 #include "gemm/four_bit_few.cuh"
@@ -12,13 +12,12 @@
 
 // The host's numbers.
 static_assert(sizeof(pagedd::FourBitWideParams) == 256, "parameters of many rows");
-static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 1, 132, 8) == 8 * 10240 + 8 * 8256 + 64 * 64 + 22 * 512, "shared memory of few rows");
-static_assert(pagedd::four_bit_few_shared(11008, 4096, 8, 4, 132, 12) == 12 * 10240 + 8 * 5568 + 43 * 64 + 18 * 512, "shared memory of few rows in phases");
+static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 132, 8) == 8 * 10240 + 8 * 8256 + 64 * 64 + 22 * 512, "shared memory of few rows");
 
-#define PAGEDD_FEW(name, element, form, stages, blocks, normed, phased, ending, end)                             \
+#define PAGEDD_FEW(name, element, form, stages, blocks, normed, ending, end)                                     \
     extern "C" __global__ void __launch_bounds__(pagedd::kFewThreads, blocks)                                    \
         pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitFewParams params) {    \
-        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, stages, normed, phased, pagedd::Ending::end>(params)); \
+        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, stages, normed, pagedd::Ending::end>(params)); \
     }
 
 #define PAGEDD_WIDE(name, element, form, groups, rows, stages, shared, ending, end)                              \
@@ -29,10 +28,10 @@ static_assert(pagedd::four_bit_few_shared(11008, 4096, 8, 4, 132, 12) == 12 * 10
     }
 
 #define PAGEDD_FOUR_BIT_FORMS(ending, end, name, element)                                    \
-    PAGEDD_FEW(name, element, few, 8, 2, false, false, ending, end)                          \
-    PAGEDD_FEW(name, element, few_long, 6, 2, false, false, ending, end)                     \
-    PAGEDD_FEW(name, element, few_normed, 8, 2, true, false, ending, end)                    \
-    PAGEDD_FEW(name, element, few_phased, 12, 1, false, true, ending, end)                   \
+    PAGEDD_FEW(name, element, few, 8, 2, false, ending, end)                                 \
+    PAGEDD_FEW(name, element, few_long, 6, 2, false, ending, end)                            \
+    PAGEDD_FEW(name, element, few_alone, 12, 1, false, ending, end)                          \
+    PAGEDD_FEW(name, element, few_normed, 8, 2, true, ending, end)                           \
     PAGEDD_WIDE(name, element, wide16, 2, 16, 8, 58368, ending, end)                         \
     PAGEDD_WIDE(name, element, wide32, 2, 32, 6, 56320, ending, end)                         \
     PAGEDD_WIDE(name, element, wide64, 3, 64, 10, 164864, ending, end)                       \

@@ -17,8 +17,8 @@
 using namespace pagedd;
 #define CK(x) do { auto e_ = (x); if (int(e_) != 0) { printf("%s:%d %s: %d %s\n", __FILE__, __LINE__, #x, int(e_), cudaGetErrorString(cudaError_t(e_))); exit(1); } } while (0)
 
-template <typename T, int D, int M, bool N, bool P, Ending E>
-__global__ void __launch_bounds__(kFewThreads, M) few(const __grid_constant__ FourBitFewParams p) { four_bit_few<T, D, N, P, E>(p); }
+template <typename T, int D, int M, bool N, Ending E>
+__global__ void __launch_bounds__(kFewThreads, M) few(const __grid_constant__ FourBitFewParams p) { four_bit_few<T, D, N, E>(p); }
 template <typename T, int G, int R, int S, Ending E>
 __global__ void __launch_bounds__(kWideThreads<G>, kWideBlocks<G>) wide(const __grid_constant__ FourBitWideParams p) { four_bit_wide<T, G, R, S, E>(p); }
 template <typename T, int A, int B, int S, Input I, Ending E>
@@ -45,22 +45,16 @@ template <class P> static void launch(void (*k)(P), dim3 grid, int threads, int 
 struct Call { const void* x; const float* norm; const void* w; void* out; int in, out_n, rows; };
 struct Variant { std::string name; bool normed, is_wide; std::function<bool(int, int, int)> fits; std::function<void(const Call&)> run; };
 
-template <typename T, int D, int M, bool N, bool P, Ending E> static Variant few_variant() {
-    auto k = few<T, D, M, N, P, E>;
+template <typename T, int D, int M, bool N, Ending E> static Variant few_variant() {
+    auto k = few<T, D, M, N, E>;
     constexpr uint32_t most = (M == 1 ? 226 : 112) * 1024;
     CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-    auto phases = [](int in, int out, int rows) {
-        for (uint32_t p = 1; p <= (P ? 8u : 1u); ++p)
-            if (four_bit_few_shared(in, out, rows, p, std::min(out / 16, sms), D) <= most) return p;
-        return 0u;
-    };
-    char name[64]; snprintf(name, 64, "f%d%s%s", D, N ? "n" : "", P ? "p" : "");
-    return {name, N, false, [=](int in, int out, int rows) { return rows <= 8 && phases(in, out, rows) > 0 && (!N || (rows <= 2 && in <= 8192)); },
+    const auto shared = [](int in, int out, int rows) { return four_bit_few_shared(in, out, rows, std::min(out / 16, sms), D); };
+    char name[64]; snprintf(name, 64, "f%d%s", D, N ? "n" : "");
+    return {name, N, false, [=](int in, int out, int rows) { return rows <= 8 && shared(in, out, rows) <= most && (!N || (rows <= 2 && in <= 8192)); },
             [=](const Call& c) {
-                const uint32_t ph = phases(c.in, c.out_n, c.rows);
-                FourBitFewParams p = {c.x, c.norm, c.w, c.out, uint32_t(c.in), uint32_t(c.out_n), uint32_t(c.rows), ph, 1e-5f};
-                const int blocks = std::min(c.out_n / 16, sms);
-                launch(k, dim3(blocks), kFewThreads, four_bit_few_shared(c.in, c.out_n, c.rows, ph, blocks, D), p, pdl);
+                FourBitFewParams p = {c.x, c.norm, c.w, c.out, uint32_t(c.in), uint32_t(c.out_n), uint32_t(c.rows), 1e-5f};
+                launch(k, dim3(std::min(c.out_n / 16, sms)), kFewThreads, shared(c.in, c.out_n, c.rows), p, pdl);
             }};
 }
 static CUtensorMap map_of(const void* x, int in, int rows, int box, bool half) {
@@ -89,7 +83,7 @@ template <int A, int B, int S, Input I, Ending E> static Variant dense_variant(c
             }};
 }
 template <typename T, Ending E> static std::vector<Variant> fews() {
-    return {few_variant<T, 8, 2, false, false, E>(), few_variant<T, 8, 2, true, false, E>(), few_variant<T, 6, 2, false, false, E>(), few_variant<T, 12, 1, false, true, E>()};
+    return {few_variant<T, 8, 2, false, E>(), few_variant<T, 8, 2, true, E>(), few_variant<T, 6, 2, false, E>(), few_variant<T, 12, 1, false, E>()};
 }
 template <typename T, Ending E> static std::vector<Variant> wides(int rows) {
     std::vector<Variant> v;
@@ -366,7 +360,7 @@ int main(int argc, char** argv) {
     if (what == "wide") { for (int rows : {64, 256}) for (auto& v : of(kSeven[2], rows, true)) if (v.name == "w64/1" || (rows == 256 && v.name == "w128/1")) for (int i = 0; i < 2; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, rows}); CK(cudaStreamSynchronize(stream)); return 0; }
     Lt the; lt = &the;
     dense_bytes = size_t(14) << 30; CK(cudaMalloc(&dense_weights, dense_bytes)); fill<bf16><<<2048, 256, 0, stream>>>((bf16*)dense_weights, dense_bytes / 2, 9, 0.05f); CK(cudaStreamSynchronize(stream));
-    if (what == "step") for (int rows : counts) for (const char* kinds : {"", "f8 f6 f12p"}) step(rows, kinds);
+    if (what == "step") for (int rows : counts) for (const char* kinds : {"", "f8 f6 f12"}) step(rows, kinds);
     if (what == "products") products(counts);
     return 0;
 }

@@ -150,11 +150,9 @@ struct FewArgs {
     inputs: u32,
     outputs: u32,
     rows: u32,
-    phases: u32,
     epsilon: f32,
-    unused: u32,
 }
-// SAFETY: the fields of FourBitFewParams in gemm/four_bit_few.cuh; the last is its padding.
+// SAFETY: the fields of FourBitFewParams in gemm/four_bit_few.cuh, without padding.
 unsafe impl Params for FewArgs {}
 
 /// Queues `source[rows][inputs] · weightsᵀ` of few rows, added up in single precision, with its ending: [`Ending::Silu`] of an interleaved
@@ -197,9 +195,7 @@ pub fn few<T: Half>(
         inputs: inputs as u32,
         outputs: outputs as u32,
         rows: rows as u32,
-        phases: plan.phases,
         epsilon,
-        unused: 0,
     };
     let function = &products.few[plan.form as usize][index][T::INDEX];
     // SAFETY: lengths of the input, the tiles, the norm's and the output's were compared with rows, inputs and outputs; the kernel reads tiles

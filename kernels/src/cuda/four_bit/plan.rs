@@ -15,8 +15,6 @@ const MOST_NORMED: usize = 2;
 pub(super) const MOST_WIDE: usize = 512;
 /// Rows for which the inner dimension is shared where it has to be shared in the same way for all: those of a step of many conversations.
 const ROWS_OF_SPLIT: usize = 32;
-/// Most parts that few rows' inputs are taken in.
-const MOST_PHASES: usize = 16;
 /// Bytes behind a row in shared memory.
 const PAD: usize = 64;
 /// Warps of a block of few rows.
@@ -31,21 +29,21 @@ pub(super) enum Few {
     Plain,
     /// The same, of rows so long that blocks read less ahead.
     Long,
+    /// One block of a multiprocessor.
+    Alone,
     /// Normalised first.
     Normed,
-    /// One block of a multiprocessor, and the inputs part by part.
-    Phased,
 }
 
 impl Few {
-    pub(super) const ALL: [Self; 4] = [Self::Plain, Self::Long, Self::Normed, Self::Phased];
+    pub(super) const ALL: [Self; 4] = [Self::Plain, Self::Long, Self::Alone, Self::Normed];
 
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Plain => "few",
             Self::Long => "few_long",
+            Self::Alone => "few_alone",
             Self::Normed => "few_normed",
-            Self::Phased => "few_phased",
         }
     }
 
@@ -54,7 +52,7 @@ impl Few {
         match self {
             Self::Plain | Self::Normed => 8,
             Self::Long => 6,
-            Self::Phased => 12,
+            Self::Alone => 12,
         }
     }
 
@@ -71,13 +69,12 @@ impl Few {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct FewPlan {
     pub(super) form: Few,
-    pub(super) phases: u32,
     pub(super) blocks: u32,
     pub(super) shared: u32,
 }
 
 impl FewPlan {
-    /// That of a product of whole tiles; `None` where it is not for these kernels.
+    /// That of a product of whole tiles; `None` where it is not for these kernels: for one, because the rows do not fit into shared memory.
     pub(super) fn of(shape: GemmShape, rows: usize, normed: bool, multiprocessors: u32) -> Option<Self> {
         let GemmShape { inputs, outputs } = shape;
         if !(1..=MOST_FEW).contains(&rows) || normed && (rows > MOST_NORMED || inputs > MOST_NORMED_INPUTS) {
@@ -85,20 +82,16 @@ impl FewPlan {
         }
         let (tiles, units) = (outputs / FOUR_BIT_TILE, inputs / FOUR_BIT_UNIT);
         let blocks = tiles.min(multiprocessors as usize);
-        let shared =
-            |form: Few, phases: usize| form.shared(rows, units.div_ceil(phases), tiles.div_ceil(blocks));
-        let whole = [Few::Plain, Few::Long].into_iter().find(|&form| shared(form, 1) <= SHARED_BY_TWO);
-        let (form, phases) = match whole {
-            _ if normed => (Few::Normed, Some(1)),
-            Some(form) => (form, Some(1)),
-            None => {
-                let mut phases = 1..=MOST_PHASES.min(units);
-                (Few::Phased, phases.find(|&phases| shared(Few::Phased, phases) <= SHARED))
+        let shared = |form: Few| form.shared(rows, units, tiles.div_ceil(blocks));
+        let form = match normed {
+            true => Few::Normed,
+            false => {
+                let pair = [Few::Plain, Few::Long].into_iter().find(|&form| shared(form) <= SHARED_BY_TWO);
+                pair.unwrap_or(Few::Alone)
             }
         };
-        let phases = phases?;
-        let shared = Some(shared(form, phases)).filter(|&shared| shared <= SHARED)?;
-        Some(Self { form, phases: phases as u32, blocks: blocks as u32, shared: shared as u32 })
+        let shared = Some(shared(form)).filter(|&shared| shared <= SHARED)?;
+        Some(Self { form, blocks: blocks as u32, shared: shared as u32 })
     }
 }
 

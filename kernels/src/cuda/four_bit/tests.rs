@@ -7,28 +7,30 @@ const LLAMA: [(usize, usize); 5] =
     [(4096, 12_288), (4096, 4096), (4096, 22_016), (11_008, 4096), (4096, 32_000)];
 
 #[test]
-fn few_rows_have_a_plan_that_fits_into_shared_memory_whatever_the_matrix() {
+fn few_rows_have_a_plan_where_they_fit_into_shared_memory() {
     let odd = [(64, 16), (576, 49_152), (14_336, 4096), (28_672, 8192), (4096, 128_256)];
     for (inputs, outputs) in LLAMA.into_iter().chain(odd) {
         for rows in 1..=8 {
-            let plan = FewPlan::of(GemmShape { inputs, outputs }, rows, false, 132).unwrap();
+            let Some(plan) = FewPlan::of(GemmShape { inputs, outputs }, rows, false, 132) else {
+                assert!(rows * inputs > 32_768, "{inputs} {outputs} {rows}");
+                continue;
+            };
             assert!(plan.shared as usize <= plan::SHARED, "{inputs} {outputs} {rows}: {plan:?}");
-            assert!(plan.blocks as usize <= outputs / 16 && plan.phases as usize <= inputs / 64);
+            assert!(plan.blocks as usize <= outputs / 16);
         }
     }
     let of = |inputs, rows, normed| {
-        FewPlan::of(GemmShape { inputs, outputs: 4096 }, rows, normed, 132)
-            .map(|plan| (plan.form, plan.phases))
+        FewPlan::of(GemmShape { inputs, outputs: 4096 }, rows, normed, 132).map(|plan| plan.form)
     };
-    assert_eq!(of(4096, 2, true), Some((Few::Normed, 1)));
-    assert_eq!(of(8192, 2, true), Some((Few::Normed, 1)), "one block of a multiprocessor");
+    assert_eq!(of(4096, 2, true), Some(Few::Normed));
+    assert_eq!(of(8192, 2, true), Some(Few::Normed), "one block of a multiprocessor");
     assert_eq!(of(4096, 3, true), None);
     assert_eq!(of(16_384, 1, true), None);
-    assert_eq!(of(4096, 2, false), Some((Few::Plain, 1)));
-    assert_eq!(of(11_008, 1, false), Some((Few::Long, 1)));
-    assert_eq!(of(11_008, 2, false), Some((Few::Phased, 1)));
-    assert_eq!(of(11_008, 8, false), Some((Few::Phased, 2)));
-    assert_eq!(of(14_336, 8, false), Some((Few::Phased, 3)));
+    assert_eq!(of(4096, 2, false), Some(Few::Plain));
+    assert_eq!(of(4096, 8, false), Some(Few::Alone));
+    assert_eq!(of(11_008, 1, false), Some(Few::Long));
+    assert_eq!(of(11_008, 2, false), Some(Few::Alone));
+    assert_eq!(of(11_008, 8, false), None);
     assert_eq!(of(4096, 9, false), None);
 }
 
