@@ -114,7 +114,10 @@ fn what_a_gpu_does_not_compute_with_is_refused_at_the_start() {
         ("dtype: f32", "models.far.dtype: f32 is for the CPU"),
         ("kv_dtype: f16", "models.far.kv_dtype: f16 is for the CPU"),
         ("threads: 2", "models.far.threads: their number is for the CPU"),
-        ("path: synthetic:llama", "no shape of a generated model: `llama` is none of llama-2-7b"),
+        (
+            "path: synthetic:llama",
+            "no shape of a generated model, or one and :q4_1: `llama` is none of llama-2-7b",
+        ),
     ] {
         let text = if option.starts_with("path") {
             format!("{DRAIN}models:\n  far:\n    {option}\n")

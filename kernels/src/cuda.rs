@@ -13,6 +13,7 @@ mod decoder;
 mod device;
 mod elementwise;
 mod error;
+pub mod four_bit;
 mod gemm;
 mod graph;
 mod launch;
@@ -30,7 +31,7 @@ pub use batch::{DeviceBatch, DeviceKvLayout, Indices};
 pub use buffer::{Buffer, Plain, View, ViewMut};
 pub use decoder::{
     Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep, Draws, LayerPlaces,
-    Place, Recordings, Ticket, bucket, exact_context, exact_rows,
+    MatrixPlace, Place, Recordings, Ticket, bucket, exact_context, exact_rows,
 };
 pub use device::{Device, DeviceInfo};
 #[cfg(feature = "failpoints")]

@@ -16,6 +16,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
+mod four_bit;
 pub mod sample;
 
 pub use cpu::activations::{ActivationKind, Activations, Scheme};
@@ -31,3 +32,7 @@ pub use cpu::ops::{
 pub use cpu::packed::{Matrix, MatrixLayout, PANEL as PANEL_ROWS, PackedType, pack};
 pub use cpu::pool::ThreadPool;
 pub use error::{KvError, ShapeError};
+pub use four_bit::{
+    DecoderForms, FOUR_BIT_TILE, FOUR_BIT_UNIT, Form, LayerForms, four_bit_bytes, is_four_bit,
+    pack_four_bit_tile,
+};

@@ -30,6 +30,9 @@ pub const SYNTHETIC: &str = "synthetic:";
 /// Shapes of generated models.
 pub const SHAPES: [&str; 5] = ["llama-2-7b", "llama-2-13b", "llama-3-8b", "qwen2.5-7b", "smollm2-135m"];
 
+/// What may stand behind a shape: matrices then have four bits.
+pub const FOUR_BITS: &str = ":q4_1";
+
 /// The checked configuration.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Config {
@@ -106,7 +109,8 @@ pub enum KvMemory {
 pub struct Model {
     /// Its name, as clients send it.
     pub name: ModelName,
-    /// A GGUF file or a Hugging Face directory, which was there when the configuration was read; or [`SYNTHETIC`] with one of [`SHAPES`].
+    /// A GGUF file or a Hugging Face directory, which was there when the configuration was read; or [`SYNTHETIC`] with one of [`SHAPES`],
+    /// [`FOUR_BITS`] behind it or not.
     pub path: PathBuf,
     /// Where it runs.
     pub device: Device,
@@ -366,9 +370,10 @@ impl Source<'_> {
             return Err(self.wrong(&key, "is missing: name a GGUF file or a Hugging Face directory"));
         };
         let path = match path.0.to_str().and_then(|path| path.strip_prefix(SYNTHETIC)) {
-            Some(shape) if SHAPES.contains(&shape) => path.0,
+            Some(shape) if SHAPES.contains(&shape.strip_suffix(FOUR_BITS).unwrap_or(shape)) => path.0,
             Some(shape) => {
-                let message = format!("no shape of a generated model: {}", unknown_word(shape, &SHAPES));
+                let unknown = unknown_word(shape, &SHAPES);
+                let message = format!("no shape of a generated model, or one and {FOUR_BITS}: {unknown}");
                 return Err(self.wrong(&key, message));
             }
             None => {

@@ -20,7 +20,7 @@ mod span;
 
 pub use amount::{Amount, AmountError, Percent};
 pub use config::{
-    Config, Gateway, KvMemory, Log, MAX_RETENTION, Model, Overrides, SHAPES, SYNTHETIC, UidRange,
+    Config, FOUR_BITS, Gateway, KvMemory, Log, MAX_RETENTION, Model, Overrides, SHAPES, SYNTHETIC, UidRange,
 };
 pub use error::ConfigError;
 pub use installed::{program_folder, program_folders};

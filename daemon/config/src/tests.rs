@@ -133,9 +133,11 @@ fn a_model_on_a_gpu_keeps_bf16_and_one_that_is_generated_needs_no_file() {
         assert_eq!((model.dtype, model.kv_dtype), (ComputeDtype::Auto, KvDtype::Bf16));
         assert!(model.deterministic);
     }
-    assert!(
-        SHAPES.iter().all(|shape| parse(&format!("models: {{ m: {{ path: {SYNTHETIC}{shape} }} }}")).is_ok())
-    );
+    assert!(SHAPES.iter().all(|shape| {
+        ["", FOUR_BITS]
+            .iter()
+            .all(|form| parse(&format!("models: {{ m: {{ path: '{SYNTHETIC}{shape}{form}' }} }}")).is_ok())
+    }));
 }
 
 #[test]
@@ -305,7 +307,7 @@ const REFUSALS: &[(&str, &str)] = &[
     ),
     (
         "models:\n  m: { path: synthetic:llama-3-8 }\n",
-        "2:14: models.m.path: no shape of a generated model: `llama-3-8` is none of llama-2-7b, llama-2-13b, llama-3-8b, qwen2.5-7b, smollm2-135m; did you mean `llama-3-8b`?",
+        "2:14: models.m.path: no shape of a generated model, or one and :q4_1: `llama-3-8` is none of llama-2-7b, llama-2-13b, llama-3-8b, qwen2.5-7b, smollm2-135m; did you mean `llama-3-8b`?",
     ),
     (
         "models:\n  m:\n    dtype: f32\n",

@@ -20,7 +20,7 @@ use pagedd_kernels::cuda::{
     TokenSource, bucket, exact_context, exact_rows, pinned_bytes, products_version,
 };
 use pagedd_kernels::sample::Adjustment;
-use pagedd_kernels::{KvRow, Pairing};
+use pagedd_kernels::{DecoderForms, KvRow, Pairing};
 use pagedd_model::{ModelConfig, ModelSource, RopePairing};
 use pagedd_wire::worker::{
     Arena as WhichArena, BlockCopy, DeviceStep, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled,
@@ -29,6 +29,7 @@ use pagedd_wire::worker::{
 pub use self::ahead::open_ahead;
 use crate::arena::{HEADER_BYTES, Header, Kind};
 use crate::batch::{self, Batch, BatchRow, Limits};
+use crate::forms::forms;
 use crate::load::LoadError;
 use crate::memory::KvRequest;
 use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, Pendings, RunError, info};
@@ -111,7 +112,8 @@ pub fn load(
     let source = ModelSource::open(Path::new(&hello.path))?;
     let config = source.config().clone();
     let shape = shape(&config);
-    let places = DecoderPlaces::new(&shape)?;
+    let forms = forms(&source);
+    let places = DecoderPlaces::new(&shape, &forms)?;
     let layout = DeviceKvLayout::blocks_outermost(
         config.layers,
         config.kv_heads,
@@ -141,7 +143,7 @@ pub fn load(
     };
 
     let kv_identity = kv_identity(&identity, &layout, &device, products_version()?, hello.deterministic);
-    let scratch = Decoder::<Element>::scratch_bytes(&shape, &most) as u64;
+    let scratch = Decoder::<Element>::scratch_bytes(&shape, &forms, &most) as u64;
     let (kv, kv_id, blocks, kv_reused) = kv(&stream, &request, kv_identity, scratch, fds.kv, hello.kv_bytes)?;
     let info = ModelInfo {
         parameters: source.tensors().map(|tensor| tensor.rows as u64 * tensor.columns as u64).sum(),
@@ -157,7 +159,7 @@ pub fn load(
         ..info(&source, &request)
     };
     let arenas_us = us();
-    let memory = DecoderMemory { weights, kv, offset: HEADER_BYTES };
+    let memory = DecoderMemory { weights, forms, kv, offset: HEADER_BYTES };
     let most = DecoderLimits { blocks, ..most };
     let draws = most.draws;
     let mut decoder = Decoder::new(&stream, shape, layout, memory, most)?;
@@ -267,10 +269,10 @@ impl Steps {
 ///
 /// # Errors
 /// [`LoadError`]: no worker would take it on.
-pub fn overhead_bytes(config: &ModelConfig, steps: &Steps) -> Result<u64, LoadError> {
+pub fn overhead_bytes(config: &ModelConfig, forms: &DecoderForms, steps: &Steps) -> Result<u64, LoadError> {
     let (shape, most) = (shape(config), decoder_limits(steps));
     check_exact(&shape, &most)?;
-    Ok(Decoder::<Element>::scratch_bytes(&shape, &most) as u64 + RESERVE)
+    Ok(Decoder::<Element>::scratch_bytes(&shape, forms, &most) as u64 + RESERVE)
 }
 
 /// What steps may ask for, but for the number of blocks.
@@ -396,7 +398,7 @@ fn kv(
     Ok((memory, id, blocks, false))
 }
 
-/// Everything that the bytes of the weights arena depend on.
+/// Everything that the bytes of the weights arena depend on: places say which matrices have four bits.
 fn weights_identity(source: &ModelSource, places: &DecoderPlaces) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_derive_key("pagedd weights arena of a GPU");
     hasher.update(env!("CARGO_PKG_VERSION").as_bytes());

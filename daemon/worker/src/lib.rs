@@ -9,6 +9,7 @@ pub mod arena;
 pub mod batch;
 pub mod calibrate;
 pub mod cpu;
+pub mod forms;
 pub mod forward;
 #[cfg(feature = "cuda")]
 pub mod gpu;

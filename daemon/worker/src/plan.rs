@@ -8,17 +8,15 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use pagedd_kernels::{KvElement, KvLayout};
+use pagedd_kernels::{DecoderForms, KvElement, KvLayout};
 use pagedd_model::{ModelConfig, ModelSource};
 use pagedd_wire::worker::{Device, Dtype, KvDtype, KvMemory};
 use serde_json::{Value, json};
 
+use crate::forms;
 use crate::load::LoadError;
 use crate::memory::{self, KvRequest, KvSizeError};
 use crate::weights::Places;
-
-/// Alignment of a tensor in the weights arena of a GPU, in bytes.
-const GPU_ALIGN: u64 = 256;
 
 /// What is planned.
 #[derive(Clone, Debug, clap::Args)]
@@ -161,7 +159,9 @@ impl Sum {
         let (weight_bytes, overhead_bytes) = match options.device {
             Device::Cpu => (Places::new(&source, options.dtype == Dtype::F32)?.bytes as u64, 0),
             Device::Cuda { .. } => {
-                (gpu_weight_bytes(&source), gpu_overhead(config, options, request.max_model_len)?)
+                let forms = forms::forms(&source);
+                let overhead = gpu_overhead(config, &forms, options, request.max_model_len)?;
+                (forms::weight_bytes(&source, &forms), overhead)
             }
         };
         let free = free.map(|free| free.saturating_sub(options.taken));
@@ -221,27 +221,23 @@ fn blocks(request: &KvRequest, before: u64, free: Option<u64>) -> Result<u32, No
     }
 }
 
-/// Bytes of the weights on a GPU: matrices in bfloat16, vectors in float32.
-pub fn gpu_weight_bytes(source: &ModelSource) -> u64 {
-    let bytes = |rows: usize, columns: usize, vector: bool| {
-        let element = if vector { size_of::<f32>() } else { size_of::<u16>() };
-        (rows as u64 * columns as u64 * element as u64).next_multiple_of(GPU_ALIGN)
-    };
-    source.tensors().map(|tensor| bytes(tensor.rows, tensor.columns, tensor.role.is_vector())).sum()
-}
-
 /// What a worker takes of a GPU beside weights and KV blocks: by its own arithmetic.
 #[cfg(feature = "cuda")]
-fn gpu_overhead(config: &ModelConfig, options: &Options, context: u32) -> Result<u64, LoadError> {
+fn gpu_overhead(
+    config: &ModelConfig,
+    forms: &DecoderForms,
+    options: &Options,
+    context: u32,
+) -> Result<u64, LoadError> {
     let (seqs, tokens) = (options.max_num_seqs, options.max_num_batched_tokens);
     let steps = crate::gpu::Steps { seqs, tokens, context, deterministic: options.deterministic };
-    crate::gpu::overhead_bytes(config, &steps)
+    crate::gpu::overhead_bytes(config, forms, &steps)
 }
 
 /// Where no GPU can be used, about what large steps take.
 #[cfg(not(feature = "cuda"))]
 #[allow(clippy::unnecessary_wraps, reason = "with GPU support it can fail")]
-fn gpu_overhead(_: &ModelConfig, _: &Options, _: u32) -> Result<u64, LoadError> {
+fn gpu_overhead(_: &ModelConfig, _: &DecoderForms, _: &Options, _: u32) -> Result<u64, LoadError> {
     Ok(3 << 30)
 }
 

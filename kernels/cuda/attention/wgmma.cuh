@@ -76,6 +76,7 @@ __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading) 
 #define PAGEDD_F32(d, n)                                                                                                            \
     PAGEDD_F4(d, n), PAGEDD_F4(d, n + 1), PAGEDD_F4(d, n + 2), PAGEDD_F4(d, n + 3), PAGEDD_F4(d, n + 4), PAGEDD_F4(d, n + 5),        \
         PAGEDD_F4(d, n + 6), PAGEDD_F4(d, n + 7)
+#define PAGEDD_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define PAGEDD_R32_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define PAGEDD_R32_1 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define PAGEDD_R32_2                                                                                                                  \
@@ -85,7 +86,8 @@ __device__ __forceinline__ uint64_t operand(uint32_t address, uint32_t leading) 
     "%123,%124,%125,%126,%127"
 
 /// d (+)= a b with d 64 x 8 * kTiles in f32 over the warpgroup (each warp 16 rows, laid out as in multiply_add), depth 16. `from_shared`: a and b both
-/// row by row along the depth; d is overwritten unless `add`. `from_registers`: a as in multiply_add, b with its depth outermost (V).
+/// row by row along the depth; d is overwritten unless `add`. `from_registers`: a as in multiply_add, b with its depth outermost (V); `from_registers_along`: b row by
+/// row along the depth.
 template <typename T, int kTiles>
 struct Warpgroup;
 
@@ -106,9 +108,18 @@ struct Warpgroup;
                          : outputs                                                                                                          \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));                                                     \
         }                                                                                                                                   \
+        static __device__ __forceinline__ void from_registers_along(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, int add) {    \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #a5 ", 0;\n"                                                                  \
+                         "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." ptx "." ptx " {" registers "}, {%" #a0 ", %" #a1 ", %" #a2       \
+                         ", %" #a3 "}, %" #a4 ", p, 1, 1, 0;\n}\n"                                                                          \
+                         : outputs                                                                                                          \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                                     \
+        }                                                                                                                                   \
     };
 
 #define PAGEDD_WARPGROUPS(type, ptx)                                                                                                     \
+    PAGEDD_WARPGROUP(type, ptx, 16, 2, "%0,%1,%2,%3,%4,%5,%6,%7", PAGEDD_F4(d, 0) PAGEDD_COMMA PAGEDD_F4(d, 1), 8, 9, 10, 11, 12, 13)    \
+    PAGEDD_WARPGROUP(type, ptx, 32, 4, PAGEDD_R16, PAGEDD_F4(d, 0) PAGEDD_COMMA PAGEDD_F4(d, 1) PAGEDD_COMMA PAGEDD_F4(d, 2) PAGEDD_COMMA PAGEDD_F4(d, 3), 16, 17, 18, 19, 20, 21) \
     PAGEDD_WARPGROUP(type, ptx, 64, 8, PAGEDD_R32_0, PAGEDD_F32(d, 0), 32, 33, 34, 35, 36, 37)                                               \
     PAGEDD_WARPGROUP(type, ptx, 128, 16, PAGEDD_R32_0 "," PAGEDD_R32_1, PAGEDD_F32(d, 0) PAGEDD_COMMA PAGEDD_F32(d, 8), 64, 65, 66, 67, 68, 69) \
     PAGEDD_WARPGROUP(type, ptx, 256, 32, PAGEDD_R32_0 "," PAGEDD_R32_1 "," PAGEDD_R32_2 "," PAGEDD_R32_3,                                \

@@ -13,6 +13,7 @@
 
 mod few;
 mod forward;
+mod products;
 mod shape;
 #[cfg(test)]
 mod tests;
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use pagedd_core::BlockId;
 
-pub use shape::{DecoderPlaces, DecoderShape, LayerPlaces, Place};
+pub use shape::{DecoderPlaces, DecoderShape, LayerPlaces, MatrixPlace, Place};
 
 use self::forward::{Head, Work};
 use self::timeline::Timeline;
@@ -43,6 +44,7 @@ use super::shared::SharedBuffer;
 use super::stream::Stream;
 use crate::cpu::kv::KvRow;
 use crate::error::length;
+use crate::four_bit::DecoderForms;
 
 /// Most that steps may ask of a decoder.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -73,6 +75,8 @@ pub struct DecoderLimits {
 pub struct DecoderMemory {
     /// Weights, as [`DecoderPlaces`] say.
     pub weights: SharedBuffer,
+    /// How its matrices lie there.
+    pub forms: DecoderForms,
     /// The KV arena.
     pub kv: SharedBuffer,
     /// Bytes in both before the data: a multiple of 256.
@@ -224,12 +228,13 @@ impl<T: Half + GemmOutput> Decoder<T> {
 
     /// Bytes of scratch memory that a decoder of this shape takes within these limits, about.
     #[must_use]
-    pub fn scratch_bytes(shape: &DecoderShape, limits: &DecoderLimits) -> usize {
+    pub fn scratch_bytes(shape: &DecoderShape, forms: &DecoderForms, limits: &DecoderLimits) -> usize {
         let limits = &padded(limits);
         let width = 4 * shape.hidden + shape.qkv_width() + shape.query_width() + 3 * shape.ffn;
         let logits = limits.wanted * shape.vocabulary * size_of::<f32>();
         let draws = limits.draws * (64 << 10);
-        limits.tokens * width * size_of::<T>() + logits + draws + cut_bytes(shape, limits) + (128 << 20)
+        let elements = limits.tokens * width + shape::widest(shape, forms);
+        elements * size_of::<T>() + logits + draws + cut_bytes(shape, limits) + (128 << 20)
     }
 
     /// Weights and KV arena.

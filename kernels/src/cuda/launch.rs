@@ -13,6 +13,7 @@ use half::{bf16, f16};
 use super::attention::AttentionKernels;
 use super::buffer::Plain;
 use super::error::{CudaError, during};
+use super::four_bit::FourBitKernels;
 use super::small_rows::SmallRowsKernels;
 use super::stream::Stream;
 
@@ -100,6 +101,7 @@ pub(super) struct Kernels {
     pub(super) log_softmax_top: CudaFunction,
     pub(super) attention: AttentionKernels,
     pub(super) small_rows: Option<SmallRowsKernels>,
+    pub(super) four_bit: FourBitKernels,
 }
 
 /// The compiled form of `kernels/cuda/$name.cu`.
@@ -145,6 +147,7 @@ impl Kernels {
             log_softmax_top: sample.load_function("log_softmax_top")?,
             attention: AttentionKernels::load(context)?,
             small_rows: SmallRowsKernels::load(context)?,
+            four_bit: FourBitKernels::load(context)?,
         })
     }
 }
@@ -208,12 +211,44 @@ pub(super) unsafe fn launch_early<P: Params>(
     grid: Grid,
     params: P,
 ) -> Result<(), CudaError> {
+    // SAFETY: this function's contract.
+    unsafe { launch_with(stream, kernel, doing, grid, Launch { early: true, cluster: 1 }, params) }
+}
+
+/// How a kernel's blocks start.
+#[derive(Clone, Copy)]
+pub(super) struct Launch {
+    /// As with [`launch_early`].
+    pub(super) early: bool,
+    /// Blocks that run together, each of which can read the others' shared memory: a divisor of the grid, 8 at most.
+    pub(super) cluster: u32,
+}
+
+/// Queues a kernel whose blocks start as `how` says.
+///
+/// # Safety
+/// As of [`launch_early`] where `how.early`, else as of [`launch`]; clusters only on GPUs of compute capability 9.0 and up.
+pub(super) unsafe fn launch_with<P: Params>(
+    stream: &Stream,
+    kernel: &CudaFunction,
+    doing: &'static str,
+    grid: Grid,
+    how: Launch,
+    params: P,
+) -> Result<(), CudaError> {
+    use sys::CUlaunchAttributeID as Id;
+    use sys::CUlaunchAttributeValue as Value;
     stream.device().bind()?;
-    let mut early = sys::CUlaunchAttribute {
-        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-        pad: [0; 4],
-        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-    };
+    let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: how.cluster, y: 1, z: 1 };
+    let early = Value { programmaticStreamSerializationAllowed: 1 };
+    let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
+    let mut attributes: Vec<sys::CUlaunchAttribute> = Vec::with_capacity(2);
+    if how.early && stream.device().info().capability == (9, 0) {
+        attributes.push(attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, early));
+    }
+    if how.cluster > 1 {
+        attributes.push(attribute(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, Value { clusterDim: cluster }));
+    }
     let config = sys::CUlaunchConfig {
         gridDimX: grid.blocks.0,
         gridDimY: grid.blocks.1,
@@ -223,13 +258,13 @@ pub(super) unsafe fn launch_early<P: Params>(
         blockDimZ: 1,
         sharedMemBytes: grid.shared,
         hStream: stream.inner().cu_stream(),
-        attrs: &raw mut early,
-        numAttrs: u32::from(stream.device().info().capability == (9, 0)),
+        attrs: attributes.as_mut_ptr(),
+        numAttrs: attributes.len() as u32,
     };
     let mut params = params;
     let mut pointers = [(&raw mut params).cast::<c_void>()];
     let (function, none) = (kernel.cu_function(), ptr::null_mut());
-    // SAFETY: the driver copies configuration, attribute and parameters, of the kernel's one struct, before it returns; the function's module
+    // SAFETY: the driver copies configuration, attributes and parameters, of the kernel's one struct, before it returns; the function's module
     // lives as long as the kernel that is borrowed. The rest is this function's contract.
     let queued = unsafe { sys::cuLaunchKernelEx(&raw const config, function, pointers.as_mut_ptr(), none) };
     queued.result().map_err(during(doing))

@@ -5,6 +5,7 @@
 
 mod attention;
 mod few;
+mod four_bit;
 mod layers;
 mod products;
 mod sampling;
@@ -96,6 +97,8 @@ pub fn run(device: &Device, extent: Extent) -> Result<Vec<Row>, CudaError> {
     products::check::<f16>(&mut bench, extent)?;
     small_rows::check::<bf16>(&mut bench, extent)?;
     small_rows::check::<f16>(&mut bench, extent)?;
+    four_bit::check::<bf16>(&mut bench, extent)?;
+    four_bit::check::<f16>(&mut bench, extent)?;
     few::check::<bf16>(&mut bench, extent)?;
     few::check::<f16>(&mut bench, extent)?;
     shared::check(&mut bench, extent)?;

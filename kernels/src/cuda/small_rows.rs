@@ -28,7 +28,7 @@ pub const MOST_ROWS: usize = 16;
 /// Most rows that are normalised where they are multiplied: every block does it for itself.
 const MOST_NORMED: usize = 2;
 /// Longest row that is, in elements.
-const MOST_NORMED_INPUTS: usize = 8192;
+pub(super) const MOST_NORMED_INPUTS: usize = 8192;
 /// Most rows that stay in shared memory however short they are: more of short ones are there sooner in pieces.
 const MOST_KEPT_SHORT: usize = 4;
 /// Shortest row that is not short, in elements.
@@ -113,7 +113,7 @@ impl Form {
 pub(super) struct SmallRowsKernels(Vec<[[CudaFunction; 2]; 4]>);
 
 /// Names of endings, by the first of [`Ending::parts`].
-const ENDINGS: [&str; 4] = ["store", "single", "add", "silu"];
+pub(super) const ENDINGS: [&str; 4] = ["store", "single", "add", "silu"];
 
 impl SmallRowsKernels {
     /// Loads them; `None` on a GPU that they are not for.
@@ -128,8 +128,7 @@ impl SmallRowsKernels {
         let load = |form: Form, ending: &str, element: &str| -> Result<CudaFunction, DriverError> {
             let function =
                 module.load_function(&format!("pagedd_small_rows_{}_{ending}_{element}", form.name()))?;
-            let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            function.set_attribute(most, SHARED as i32)?;
+            most_shared(&function, SHARED)?;
             Ok(function)
         };
         let endings = |form| -> Result<_, DriverError> {
@@ -141,6 +140,11 @@ impl SmallRowsKernels {
         };
         Ok(Some(Self(Form::ALL.into_iter().map(endings).collect::<Result<_, DriverError>>()?)))
     }
+}
+
+/// Lets blocks of a kernel have so much shared memory.
+pub(super) fn most_shared(function: &CudaFunction, bytes: usize) -> Result<(), DriverError> {
+    function.set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)
 }
 
 /// What is multiplied.
@@ -174,7 +178,7 @@ pub enum Ending<'a, T: Half> {
 
 impl<T: Half> Ending<'_, T> {
     /// Place of its kernels, length and address of what is written, outputs for each element of it.
-    fn parts(&self) -> (usize, usize, u64, usize) {
+    pub(super) fn parts(&self) -> (usize, usize, u64, usize) {
         match self {
             Self::Store(out) => (0, out.len(), out.address(), 1),
             Self::Single(out) => (1, out.len(), out.address(), 1),

@@ -2,9 +2,11 @@
 //!
 //! **Owns** the table of shapes, and what every element of a weight is. **Never** opens a file.
 //!
-//! Matrices and biases are normal numbers around 0, norms are 1, everything is BF16. An element is a function of the model's name, the
-//! tensor's name and its index alone, so that rows can be made in any order, by any number of threads, or on a device.
+//! Matrices and biases are normal numbers around 0, norms are 1, everything is BF16. With [`FOUR_BITS`] behind the name matrices are blocks of
+//! `Q4_1` instead, whose numbers are as likely as one another. An element is a function of the model's name, the tensor's name and its index
+//! alone, so that rows can be made in any order, by any number of threads, or on a device.
 
+mod four_bits;
 mod normal;
 mod text;
 
@@ -22,6 +24,8 @@ use crate::tensor::{TensorInfo, TensorRole};
 
 /// What the path of a synthetic model begins with.
 const PREFIX: &str = "synthetic:";
+/// What stands behind the name where matrices have four bits.
+const FOUR_BITS: &str = ":q4_1";
 /// Deviation of weights: what published models start their training with.
 const DEVIATION: f32 = 0.02;
 /// Enters every seed and the digest. Another one for every change of what an element is.
@@ -144,12 +148,19 @@ pub enum SyntheticElements {
         /// Standard deviation.
         deviation: f32,
     },
+    /// Blocks of `Q4_1`: block `i` (row by row) is a function of `seed` and `i`.
+    FourBits {
+        /// Of the tensor.
+        seed: u64,
+        /// Standard deviation, about.
+        deviation: f32,
+    },
 }
 
 /// An opened synthetic model.
 #[derive(Debug)]
 pub(crate) struct Synthetic {
-    name: &'static str,
+    name: String,
     vocab: usize,
 }
 
@@ -161,22 +172,31 @@ impl Synthetic {
     }
 
     fn named(name: &str) -> Result<(Self, Parts), Fault> {
-        let shape = SHAPES.iter().find(|shape| shape.name == name).ok_or_else(|| {
+        let (shape_name, matrix) = match name.strip_suffix(FOUR_BITS) {
+            Some(shape) => (shape, TensorType::Q4_1),
+            None => (name, TensorType::BF16),
+        };
+        let shape = SHAPES.iter().find(|shape| shape.name == shape_name).ok_or_else(|| {
             let known: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
-            Fault::unsupported("model", format_args!("not known; {} are", known.join(", ")))
+            let known = known.join(", ");
+            Fault::unsupported(
+                "model",
+                format_args!("not known; {known} are, also with {FOUR_BITS} behind them"),
+            )
         })?;
         let config = shape.config();
         let mut offset = 0;
         let tensors = check::roles(&config).map(|role| {
             let [rows, columns] = check::shape_of(&config, role);
-            let bytes = 2 * rows as u64 * columns as u64;
+            let ty = if role.is_vector() { TensorType::BF16 } else { matrix };
+            let bytes = rows as u64 * columns as u64 / ty.block_elements() as u64 * ty.block_bytes() as u64;
             let (name, at) = (role.hf_name(), offset);
             offset += bytes;
-            TensorInfo { role, name, ty: TensorType::BF16, rows, columns, bytes, file: 0, offset: at }
+            TensorInfo { role, name, ty, rows, columns, bytes, file: 0, offset: at }
         });
         let tensors = tensors.collect();
-        let header = hasher(shape.name, "").finalize();
-        let model = Self { name: shape.name, vocab: shape.vocab };
+        let header = hasher(name, "").finalize();
+        let model = Self { name: name.to_owned(), vocab: shape.vocab };
         Ok((model, Parts { files: Vec::new(), config, tensors, header }))
     }
 
@@ -195,8 +215,12 @@ impl Synthetic {
             return SyntheticElements::Ones;
         }
         let mut seed = [0; 8];
-        hasher(self.name, &tensor.name).finalize_xof().fill(&mut seed);
-        SyntheticElements::Normal { seed: u64::from_le_bytes(seed), deviation: DEVIATION }
+        hasher(&self.name, &tensor.name).finalize_xof().fill(&mut seed);
+        let (seed, deviation) = (u64::from_le_bytes(seed), DEVIATION);
+        if tensor.ty == TensorType::Q4_1 {
+            return SyntheticElements::FourBits { seed, deviation };
+        }
+        SyntheticElements::Normal { seed, deviation }
     }
 
     /// Fills `dst` with the rows `[rows.start, rows.end)`, whose bytes it has exactly.
@@ -205,6 +229,10 @@ impl Synthetic {
             SyntheticElements::Ones => dst.as_chunks_mut().0.fill(ONE),
             SyntheticElements::Normal { seed, deviation } => {
                 normal::fill(seed, deviation, rows.start as u64 * tensor.columns as u64, dst);
+            }
+            SyntheticElements::FourBits { seed, deviation } => {
+                let blocks = tensor.columns / tensor.ty.block_elements();
+                four_bits::fill(seed, deviation, rows.start as u64 * blocks as u64, dst);
             }
         }
     }

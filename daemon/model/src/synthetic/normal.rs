@@ -9,7 +9,7 @@ use std::f32::consts::TAU;
 /// Elements of a pack: two counters.
 const PACK: usize = 8;
 /// Packs that are made together.
-const LANES: usize = 16;
+pub(super) const LANES: usize = 16;
 /// Elements that are made together.
 const BLOCK: usize = PACK * LANES;
 
@@ -47,7 +47,7 @@ fn block_of(seed: u64, deviation: f32, first: u64) -> [f32; BLOCK] {
 }
 
 /// Four words for each of the counters `(first + lane, half)`.
-fn philox(seed: u64, first: u64, half: u32) -> [[u32; LANES]; 4] {
+pub(super) fn philox(seed: u64, first: u64, half: u32) -> [[u32; LANES]; 4] {
     let pack: [u64; LANES] = std::array::from_fn(|lane| first + lane as u64);
     let mut words = [pack.map(|p| p as u32), pack.map(|p| (p >> 32) as u32), [half; LANES], [0; LANES]];
     let (mut key0, mut key1) = (seed as u32, (seed >> 32) as u32);

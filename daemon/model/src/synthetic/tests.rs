@@ -35,6 +35,12 @@ fn models_have_the_numbers_of_parameters_that_were_published() {
         assert!(
             source.tensors().all(|t| t.ty == TensorType::BF16 && t.bytes == 2 * (t.rows * t.columns) as u64)
         );
+        let source = open(&format!("{name}:q4_1"));
+        assert_eq!(source.tensors().map(|t| t.rows as u64 * t.columns as u64).sum::<u64>(), parameters);
+        assert!(source.tensors().all(|t| {
+            let matrix = t.ty == TensorType::Q4_1 && t.bytes == (t.rows * t.columns / 32 * 20) as u64;
+            t.role.is_vector() != matrix && (matrix || t.ty == TensorType::BF16)
+        }));
     }
     assert_eq!(SHAPES.len(), 5, "a new shape needs its number");
 }
@@ -129,6 +135,37 @@ fn norms_are_one_and_everything_else_is_normal() {
 }
 
 #[test]
+fn a_model_in_four_bits_has_blocks_of_its_own_whose_weights_deviate_as_much() {
+    let (plain, source) = (open("smollm2-135m"), open("smollm2-135m:q4_1"));
+    assert_ne!(plain.digest(), source.digest());
+    let role = TensorRole::Layer(9, LayerTensor::FfnDown);
+    let whole = rows(&source, role, 0..576);
+    assert_eq!(rows(&source, role, 7..9), whole[7 * 960..9 * 960]);
+    assert_ne!(rows(&source, TensorRole::Layer(8, LayerTensor::FfnDown), 0..1), whole[..960]);
+    let weights: Vec<f64> = whole
+        .as_chunks::<20>()
+        .0
+        .iter()
+        .flat_map(|block| {
+            let half_at = |at| f64::from(half::f16::from_le_bytes([block[at], block[at + 1]]));
+            let (scale, minimum) = (half_at(0), half_at(2));
+            let nibbles = block[4..].iter().flat_map(|byte| [byte & 15, byte >> 4]);
+            nibbles.map(move |number| scale * f64::from(number) + minimum).collect::<Vec<_>>()
+        })
+        .collect();
+    let n = weights.len() as f64;
+    let mean = weights.iter().sum::<f64>() / n;
+    let deviation = (weights.iter().map(|w| w * w).sum::<f64>() / n).sqrt();
+    assert!(mean.abs() < 5.0 * 0.02 / n.sqrt(), "mean {mean}");
+    // Scales differ by up to a quarter, so that it is about a hundredth more.
+    assert!((deviation / 0.02 - 1.01).abs() < 0.01, "deviation {deviation}");
+    assert_eq!(
+        source.synthetic(source.tensor(TensorRole::OutputNorm).unwrap()),
+        Some(SyntheticElements::Ones)
+    );
+}
+
+#[test]
 fn rows_outside_a_tensor_and_buffers_of_another_size_are_refused() {
     let source = open("smollm2-135m");
     let tensor = source.tensor(TensorRole::OutputNorm).unwrap();
@@ -140,11 +177,14 @@ fn rows_outside_a_tensor_and_buffers_of_another_size_are_refused() {
 
 #[test]
 fn an_unknown_model_names_those_that_are_known() {
-    for name in ["llama-3-70b", "", "LLAMA-3-8B"] {
+    for name in ["llama-3-70b", "", "LLAMA-3-8B", "llama-2-7b:q4_0", ":q4_1"] {
         let path = format!("synthetic:{name}");
         let error = ModelSource::open(Path::new(&path)).unwrap_err();
         let known = "llama-3-8b, llama-2-7b, llama-2-13b, qwen2.5-7b, smollm2-135m";
-        assert_eq!(error.to_string(), format!("{path}: model: not known; {known} are"));
+        assert_eq!(
+            error.to_string(),
+            format!("{path}: model: not known; {known} are, also with :q4_1 behind them")
+        );
     }
     // A file of such a name can still be meant.
     let error = ModelSource::open(Path::new("./synthetic:smollm2-135m")).unwrap_err();

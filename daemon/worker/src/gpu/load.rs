@@ -2,12 +2,15 @@
 //!
 //! **Owns** reading, conversion and the way to the device, in parallel and with bounded host memory. **Never** computes with a weight.
 
+use std::ops::Range;
+
 use half::slice::HalfFloatSliceExt as _;
 use pagedd_core::TensorType;
 use pagedd_kernels::cuda::{
-    CudaError, DecoderPlaces, DecoderShape, PinnedRing, Place, SharedBuffer, Stream, ViewMut, fill_normal,
+    CudaError, DecoderPlaces, DecoderShape, MatrixPlace, PinnedRing, Place, SharedBuffer, Stream, ViewMut,
+    fill_normal,
 };
-use pagedd_kernels::{ShapeError, dequantize};
+use pagedd_kernels::{FOUR_BIT_TILE, Form, ShapeError, dequantize, four_bit_bytes, pack_four_bit_tile};
 use pagedd_model::{LayerTensor, ModelSource, SyntheticElements, TensorInfo, TensorRole};
 
 use super::Element;
@@ -18,26 +21,60 @@ use crate::weights::PlacesError;
 /// Bytes on the device that one thread brings there at a time, about; two of them are pinned for each thread.
 const CHUNK: usize = 4 << 20;
 
-/// A tensor and where it goes.
-struct Target<'a> {
-    tensor: &'a TensorInfo,
-    place: Place,
-    /// Single precision, and not 16 bits.
-    vector: bool,
+/// What is read, and what of it lies on the device.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    /// Rows of a matrix, as elements of 16 bits.
+    Matrix(&'a TensorInfo),
+    /// A vector, in single precision.
+    Vector(&'a TensorInfo),
+    /// Tiles of a matrix of four bits.
+    Tiles(&'a TensorInfo),
+    /// Tiles of two, each of half of the outputs of one and half of the other.
+    Interleaved(&'a TensorInfo, &'a TensorInfo),
 }
 
-impl Target<'_> {
-    fn element(&self) -> usize {
-        if self.vector { size_of::<f32>() } else { size_of::<Element>() }
+impl<'a> Source<'a> {
+    /// Its tensor; the first of two, which are alike.
+    fn tensor(self) -> &'a TensorInfo {
+        match self {
+            Self::Matrix(tensor)
+            | Self::Vector(tensor)
+            | Self::Tiles(tensor)
+            | Self::Interleaved(tensor, _) => tensor,
+        }
+    }
+
+    /// Rows of the file, and bytes of the device, that belong together: a row, or a tile.
+    fn piece(self) -> (usize, usize) {
+        let columns = self.tensor().columns;
+        let tile = four_bit_bytes(FOUR_BIT_TILE, columns).unwrap_or(0);
+        match self {
+            Self::Matrix(_) => (1, columns * size_of::<Element>()),
+            Self::Vector(_) => (1, columns * size_of::<f32>()),
+            Self::Tiles(_) => (FOUR_BIT_TILE, tile),
+            Self::Interleaved(..) => (FOUR_BIT_TILE / 2, tile),
+        }
+    }
+
+    /// Bytes of all of it on the device.
+    fn bytes(self) -> usize {
+        let (rows, bytes) = self.piece();
+        self.tensor().rows / rows * bytes
     }
 }
 
-/// Rows of a tensor, and the memory that they go to.
+/// What goes where among the weights.
+struct Target<'a> {
+    source: Source<'a>,
+    at: usize,
+}
+
+/// Pieces `[first, first + count)` of what is read, and the memory that they go to.
 struct Job<'a> {
-    tensor: &'a TensorInfo,
+    source: Source<'a>,
     first: usize,
-    rows: usize,
-    vector: bool,
+    count: usize,
     into: ViewMut<'a, u8>,
 }
 
@@ -68,99 +105,220 @@ struct Way {
     bytes: Vec<u8>,
     floats: Vec<f32>,
     halves: Vec<Element>,
+    tiles: Vec<u8>,
 }
 
 impl Way {
     fn new(stream: &Stream) -> Result<Self, CudaError> {
         let device = stream.device();
         let (stream, ring) = (device.stream()?, PinnedRing::new(device, 2, CHUNK)?);
-        Ok(Self { stream, ring, bytes: Vec::new(), floats: Vec::new(), halves: Vec::new() })
+        let (bytes, floats, halves, tiles) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Ok(Self { stream, ring, bytes, floats, halves, tiles })
     }
 }
 
 impl Job<'_> {
+    /// Rows of each tensor.
+    fn rows(&self) -> Range<usize> {
+        let (rows, _) = self.source.piece();
+        self.first * rows..(self.first + self.count) * rows
+    }
+
     fn source_bytes(&self) -> usize {
-        self.rows * self.tensor.row_bytes()
+        let bytes = self.rows().len() * self.source.tensor().row_bytes();
+        match self.source {
+            Source::Matrix(_) | Source::Vector(_) | Source::Tiles(_) => bytes,
+            Source::Interleaved(_, other) => bytes + self.rows().len() * other.row_bytes(),
+        }
     }
 
     fn run(self, source: &ModelSource, way: &mut Way) -> Result<(), LoadError> {
-        let Self { tensor, first, rows, vector, mut into } = self;
-        let read = rows * tensor.row_bytes();
-        let range = first..first + rows;
-        if tensor.ty == TensorType::BF16 && !vector && into.len() <= CHUNK {
-            // As it is.
-            let mut slot = way.ring.slot()?;
-            source.read_rows(tensor, range, &mut slot[..read])?;
-            return Ok(slot.send(&way.stream, &mut into)?);
+        let rows = self.rows();
+        match self.source {
+            Source::Matrix(tensor) => elements(source, tensor, rows, self.into, way),
+            Source::Vector(tensor) => {
+                let Way { stream, ring, bytes, floats, .. } = way;
+                read_floats(source, tensor, rows, bytes, floats)?;
+                Ok(ring.upload(stream, floats, self.into.cast().map_err(CudaError::from)?)?)
+            }
+            Source::Tiles(tensor) => {
+                let Way { bytes, .. } = way;
+                bytes.resize(rows.len() * tensor.row_bytes(), 0);
+                source.read_rows(tensor, rows, bytes)?;
+                let row = |tile: usize, output: usize| (tensor, tile * FOUR_BIT_TILE + output, 0);
+                tiles(self.count, row, self.into, way)
+            }
+            Source::Interleaved(tensor, other) => {
+                let Way { bytes, .. } = way;
+                let first = rows.len() * tensor.row_bytes();
+                bytes.resize(first + rows.len() * other.row_bytes(), 0);
+                let (of_one, of_other) = bytes.split_at_mut(first);
+                source.read_rows(tensor, rows.clone(), of_one)?;
+                source.read_rows(other, rows, of_other)?;
+                let half = FOUR_BIT_TILE / 2;
+                let row = |tile: usize, output: usize| match output.checked_sub(half) {
+                    None => (tensor, tile * half + output, 0),
+                    Some(output) => (other, tile * half + output, first),
+                };
+                tiles(self.count, row, self.into, way)
+            }
         }
-        let Way { stream, ring, bytes, floats, halves } = way;
-        bytes.resize(read, 0);
-        source.read_rows(tensor, range, bytes)?;
-        floats.resize(rows * tensor.columns, 0.0);
-        dequantize(tensor.ty, bytes, floats)
-            .map_err(|problem| PlacesError::Shape { role: tensor.role, problem })?;
-        if vector {
-            return Ok(ring.upload(stream, floats, into.cast().map_err(CudaError::from)?)?);
-        }
-        halves.resize(floats.len(), Element::ZERO);
-        halves.convert_from_f32_slice(floats);
-        Ok(ring.upload(stream, halves, into.cast().map_err(CudaError::from)?)?)
     }
 }
 
-/// Where every tensor of the file goes.
+/// Brings rows of a matrix to the device as elements.
+fn elements(
+    source: &ModelSource,
+    tensor: &TensorInfo,
+    rows: Range<usize>,
+    mut into: ViewMut<'_, u8>,
+    way: &mut Way,
+) -> Result<(), LoadError> {
+    let Way { stream, ring, bytes, floats, halves, .. } = way;
+    if tensor.ty == TensorType::BF16 && into.len() <= CHUNK {
+        // As it is.
+        let mut slot = ring.slot()?;
+        let read = rows.len() * tensor.row_bytes();
+        source.read_rows(tensor, rows, &mut slot[..read])?;
+        return Ok(slot.send(stream, &mut into)?);
+    }
+    read_floats(source, tensor, rows, bytes, floats)?;
+    halves.resize(floats.len(), Element::ZERO);
+    halves.convert_from_f32_slice(floats);
+    Ok(ring.upload(stream, halves, into.cast().map_err(CudaError::from)?)?)
+}
+
+fn read_floats(
+    source: &ModelSource,
+    tensor: &TensorInfo,
+    rows: Range<usize>,
+    bytes: &mut Vec<u8>,
+    floats: &mut Vec<f32>,
+) -> Result<(), LoadError> {
+    bytes.resize(rows.len() * tensor.row_bytes(), 0);
+    floats.resize(rows.len() * tensor.columns, 0.0);
+    source.read_rows(tensor, rows, bytes)?;
+    Ok(dequantize(tensor.ty, bytes, floats)
+        .map_err(|problem| PlacesError::Shape { role: tensor.role, problem })?)
+}
+
+/// Brings `count` tiles to the device. `row` says of which tensor an output of a tile is, which of its rows that were read, and where among
+/// the bytes these begin.
+fn tiles<'a>(
+    count: usize,
+    row: impl Fn(usize, usize) -> (&'a TensorInfo, usize, usize),
+    into: ViewMut<'_, u8>,
+    way: &mut Way,
+) -> Result<(), LoadError> {
+    let Way { stream, ring, bytes, tiles, .. } = way;
+    let (first, ..) = row(0, 0);
+    tiles.resize(into.len(), 0);
+    for (index, tile) in tiles.chunks_exact_mut(into.len() / count.max(1)).enumerate() {
+        let rows = std::array::from_fn(|output| {
+            let (tensor, row, from) = row(index, output);
+            (tensor.ty, &bytes[from + row * tensor.row_bytes()..][..tensor.row_bytes()])
+        });
+        pack_four_bit_tile(&rows, first.columns, tile)
+            .map_err(|problem| PlacesError::Shape { role: first.role, problem })?;
+    }
+    Ok(ring.upload(stream, tiles, into)?)
+}
+
+/// Collects what goes where.
+struct Targets<'a> {
+    source: &'a ModelSource,
+    all: Vec<Target<'a>>,
+}
+
+impl<'a> Targets<'a> {
+    fn tensor(&self, role: TensorRole) -> Result<&'a TensorInfo, PlacesError> {
+        self.source.tensor(role).ok_or(PlacesError::Missing(role))
+    }
+
+    /// Sources one behind the other from `at` on, where they fill `bytes` exactly.
+    fn fill(&mut self, mut at: usize, bytes: usize, sources: &[Source<'a>]) -> Result<(), PlacesError> {
+        let end = at + bytes;
+        for (index, &source) in sources.iter().enumerate() {
+            self.all.push(Target { source, at });
+            at += source.bytes();
+            if at > end || (index + 1 == sources.len() && at < end) {
+                return Err(PlacesError::Overflow(source.tensor().role));
+            }
+        }
+        Ok(())
+    }
+
+    fn vectors(&mut self, roles: &[TensorRole], place: Place) -> Result<(), PlacesError> {
+        let sources = roles.iter().map(|&role| Ok(Source::Vector(self.tensor(role)?)));
+        let sources = sources.collect::<Result<Vec<_>, PlacesError>>()?;
+        self.fill(place.at, place.len * size_of::<f32>(), &sources)
+    }
+
+    /// Matrices whose outputs are one behind the other.
+    fn matrices(&mut self, roles: &[TensorRole], place: MatrixPlace) -> Result<(), PlacesError> {
+        let (of, size): (fn(_) -> Source<'a>, _) = match place.form {
+            Form::Half => (Source::Matrix, size_of::<Element>()),
+            Form::FourBit => (Source::Tiles, 1),
+        };
+        let sources = roles.iter().map(|&role| Ok(of(self.tensor(role)?)));
+        let sources = sources.collect::<Result<Vec<_>, PlacesError>>()?;
+        self.fill(place.at, place.place().len * size, &sources)
+    }
+
+    /// Two of which one gates the other.
+    fn gated(&mut self, [gate, up]: [TensorRole; 2], place: MatrixPlace) -> Result<(), PlacesError> {
+        match place.form {
+            Form::Half => self.matrices(&[gate, up], place),
+            Form::FourBit => {
+                let (first, second) = (self.tensor(gate)?, self.tensor(up)?);
+                if first.shape() != second.shape() {
+                    return Err(PlacesError::Overflow(up));
+                }
+                // A tile has half of its outputs of each, so that there are as many as both have.
+                self.fill(place.at, place.place().len, &[Source::Interleaved(first, second)])
+            }
+        }
+    }
+}
+
+/// Where every tensor of the file goes, in the order of the device's memory.
 fn targets<'a>(
     source: &'a ModelSource,
     shape: &DecoderShape,
     places: &DecoderPlaces,
 ) -> Result<Vec<Target<'a>>, LoadError> {
     use LayerTensor as T;
-    let mut targets = Vec::new();
-    let mut add = |role, place: Place, vector| {
-        let tensor = source.tensor(role).ok_or(PlacesError::Missing(role))?;
-        if tensor.rows * tensor.columns != place.len {
-            return Err(PlacesError::Overflow(role));
-        }
-        targets.push(Target { tensor, place, vector });
-        Ok(())
-    };
-    let (hidden, ffn) = (shape.hidden, shape.ffn);
-    let (query, kv) = (shape.query_width(), shape.kv_heads * shape.head_dim);
-    add(TensorRole::TokenEmbd, places.embedding, false)?;
+    let mut targets = Targets { source, all: Vec::new() };
+    let embedding = targets.tensor(TensorRole::TokenEmbd)?;
+    let bytes = places.embedding.len * size_of::<Element>();
+    targets.fill(places.embedding.at, bytes, &[Source::Matrix(embedding)])?;
     for (index, layer) in places.layers.iter().enumerate() {
         let of = |tensor| TensorRole::Layer(index as u32, tensor);
-        let rows = |place: Place, first: usize, rows: usize| {
-            place.part(first * hidden, rows * hidden, size_of::<Element>())
-        };
-        add(of(T::AttnNorm), layer.attn_norm, true)?;
-        add(of(T::AttnQ), rows(layer.qkv, 0, query), false)?;
-        add(of(T::AttnK), rows(layer.qkv, query, kv), false)?;
-        add(of(T::AttnV), rows(layer.qkv, query + kv, kv), false)?;
+        targets.vectors(&[of(T::AttnNorm)], layer.attn_norm)?;
+        targets.matrices(&[of(T::AttnQ), of(T::AttnK), of(T::AttnV)], layer.qkv)?;
         if let Some(bias) = layer.bias {
-            let part = |first, len| bias.part(first, len, size_of::<f32>());
-            add(of(T::AttnQBias), part(0, query), true)?;
-            add(of(T::AttnKBias), part(query, kv), true)?;
-            add(of(T::AttnVBias), part(query + kv, kv), true)?;
+            targets.vectors(&[of(T::AttnQBias), of(T::AttnKBias), of(T::AttnVBias)], bias)?;
         }
-        add(of(T::AttnOutput), layer.attn_output, false)?;
-        add(of(T::FfnNorm), layer.ffn_norm, true)?;
-        add(of(T::FfnGate), rows(layer.gate_up, 0, ffn), false)?;
-        add(of(T::FfnUp), rows(layer.gate_up, ffn, ffn), false)?;
-        add(of(T::FfnDown), layer.ffn_down, false)?;
+        targets.matrices(&[of(T::AttnOutput)], layer.attn_output)?;
+        targets.vectors(&[of(T::FfnNorm)], layer.ffn_norm)?;
+        targets.gated([of(T::FfnGate), of(T::FfnUp)], layer.gate_up)?;
+        targets.matrices(&[of(T::FfnDown)], layer.ffn_down)?;
     }
-    add(TensorRole::OutputNorm, places.output_norm, true)?;
-    if !shape.tied {
-        add(TensorRole::Output, places.output, false)?;
+    targets.vectors(&[TensorRole::OutputNorm], places.output_norm)?;
+    if places.output.at != places.embedding.at {
+        let role = if shape.tied { TensorRole::TokenEmbd } else { TensorRole::Output };
+        targets.matrices(&[role], places.output)?;
     }
-    targets.sort_by_key(|target| target.place.at);
-    Ok(targets)
+    let mut all = targets.all;
+    all.sort_by_key(|target| target.at);
+    Ok(all)
 }
 
 /// Cuts the memory into what each job writes. What is made up and not read is made on the device at once.
 fn jobs<'a>(
     stream: &Stream,
     source: &ModelSource,
-    targets: &'a [Target<'a>],
+    targets: &[Target<'a>],
     memory: &'a mut SharedBuffer,
 ) -> Result<Vec<Job<'a>>, LoadError> {
     let len = memory.len();
@@ -168,21 +326,22 @@ fn jobs<'a>(
     let mut at = 0;
     let mut jobs = Vec::new();
     for target in targets {
-        let Target { tensor, place, vector } = *target;
-        if let (false, Some(SyntheticElements::Normal { seed, deviation })) =
-            (vector, source.synthetic(tensor))
+        let source_of = target.source;
+        if let Source::Matrix(tensor) = source_of
+            && let Some(SyntheticElements::Normal { seed, deviation }) = source.synthetic(tensor)
         {
-            let piece = take(&mut rest, &mut at, place.at, place.len * target.element())?;
+            let piece = take(&mut rest, &mut at, target.at, source_of.bytes())?;
             let mut piece = piece.cast().map_err(CudaError::from)?;
             fill_normal::<Element>(stream, seed, deviation, &mut piece)?;
             continue;
         }
-        let row = tensor.columns * target.element();
-        let step = (CHUNK / row.max(1)).max(1);
-        for first in (0..tensor.rows).step_by(step) {
-            let rows = step.min(tensor.rows - first);
-            let into = take(&mut rest, &mut at, place.at + first * row, rows * row)?;
-            jobs.push(Job { tensor, first, rows, vector, into });
+        let (rows, bytes) = source_of.piece();
+        let pieces = source_of.tensor().rows / rows;
+        let step = (CHUNK / bytes.max(1)).max(1);
+        for first in (0..pieces).step_by(step) {
+            let count = step.min(pieces - first);
+            let into = take(&mut rest, &mut at, target.at + first * bytes, count * bytes)?;
+            jobs.push(Job { source: source_of, first, count, into });
         }
     }
     Ok(jobs)

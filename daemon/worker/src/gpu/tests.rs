@@ -126,7 +126,7 @@ fn a_deterministic_step_whose_partial_results_would_take_the_gpus_memory_is_refu
 fn what_a_model_takes_beside_its_arenas_follows_from_the_tokens_of_a_step_and_from_determinism() {
     let source = ModelSource::open(Path::new("synthetic:llama-3-8b")).unwrap();
     let steps = Steps { seqs: 64, tokens: 512, context: 8192, deterministic: false };
-    let of = |steps: Steps| overhead_bytes(source.config(), &steps);
+    let of = |steps: Steps| overhead_bytes(source.config(), &forms(&source), &steps);
     let least = of(steps).unwrap();
     assert!(least > RESERVE);
     // Activations of a token: four hidden sizes, queries, keys and values, queries again, three feed-forward sizes.
@@ -137,6 +137,20 @@ fn what_a_model_takes_beside_its_arenas_follows_from_the_tokens_of_a_step_and_fr
     assert!((500 << 20..8 << 30).contains(&more), "partial results of every row: {more}");
     let refused = of(Steps { tokens: 65_536, ..exact }).unwrap_err();
     assert!(refused.to_string().starts_with("max_num_batched_tokens: 65536: "), "{refused}");
+}
+
+#[test]
+fn places_take_the_bytes_that_are_planned_and_weights_in_another_form_are_others() {
+    for name in ["llama-2-7b", "llama-2-7b:q4_1", "smollm2-135m", "smollm2-135m:q4_1", "qwen2.5-7b:q4_1"] {
+        let source = ModelSource::open(Path::new(&format!("synthetic:{name}"))).unwrap();
+        let (shape, forms) = (shape(source.config()), forms(&source));
+        let places = DecoderPlaces::new(&shape, &forms).unwrap();
+        assert_eq!(places.bytes as u64, crate::forms::weight_bytes(&source, &forms), "{name}");
+        let plain = DecoderForms::halves(shape.layers);
+        let as_elements = DecoderPlaces::new(&shape, &plain).unwrap();
+        let same = weights_identity(&source, &places) == weights_identity(&source, &as_elements);
+        assert_eq!(same, forms == plain, "{name}");
+    }
 }
 
 #[test]

@@ -3,22 +3,55 @@
 //! **Owns** which of a step's launches are one. **Never** serves an exact decoder: how such products add up depends on how many rows there are.
 
 use super::DecoderMemory;
-use super::forward::{Work, matrix, view};
-use super::shape::{DecoderShape, LayerPlaces, Place};
+use super::forward::{Work, matrix, tiles, view};
+use super::products::{Order, takes_normed_rows};
+use super::shape::{DecoderPlaces, DecoderShape, LayerPlaces, MatrixPlace, Place};
 use crate::cuda::buffer::Buffer;
-use crate::cuda::device::Device;
 use crate::cuda::error::CudaError;
-use crate::cuda::gemm::{GemmOutput, GemmShape};
+use crate::cuda::four_bit::{self, Split, wide};
+use crate::cuda::gemm::GemmOutput;
 use crate::cuda::launch::Half;
 use crate::cuda::norm::{AddNorm, add_rms_norm};
 use crate::cuda::small_rows::{self, Ending, MOST_ROWS, Source, small_rows};
 use crate::cuda::stream::Stream;
+use crate::four_bit::Form;
 
 /// Whether all products of such a decoder are taken, where rows are few.
-pub(super) fn takes(device: &Device, shape: &DecoderShape) -> bool {
+pub(super) fn takes(stream: &Stream, shape: &DecoderShape, places: &DecoderPlaces) -> bool {
+    let of_layer = |layer: &LayerPlaces| [layer.qkv, layer.attn_output, layer.gate_up, layer.ffn_down];
+    let mut all = places.layers.iter().flat_map(of_layer).chain([places.output]);
     [shape.hidden, shape.query_width(), shape.ffn]
         .into_iter()
-        .all(|inputs| small_rows::takes(device, inputs, MOST_ROWS))
+        .all(|inputs| small_rows::takes(stream.device(), inputs, MOST_ROWS))
+        && all.all(|place| place.form == Form::Half || takes_normed_rows(stream, place, MOST_ROWS))
+}
+
+/// A product of few rows with a matrix of either form.
+fn multiply<T: Half>(
+    stream: &Stream,
+    memory: &DecoderMemory,
+    source: &Source<'_, T>,
+    place: MatrixPlace,
+    ending: &Ending<'_, T>,
+) -> Result<(), CudaError> {
+    match place.form {
+        Form::Half => small_rows(stream, place.shape, source, matrix(memory, place)?, ending),
+        Form::FourBit => {
+            let order = if matches!(ending, Ending::Silu(_)) { Order::Interleaved } else { Order::Plain };
+            let weights = tiles(memory, place, order)?;
+            match source {
+                Source::Rows(x) if !takes_rows(stream, place, x.len() / place.shape.inputs) => {
+                    wide(stream, *x, weights, ending, Split::Fastest)
+                }
+                _ => four_bit::few(stream, source, weights, ending),
+            }
+        }
+    }
+}
+
+/// Whether so many rows, as they are, are few for a matrix of four bits.
+fn takes_rows(stream: &Stream, place: MatrixPlace, rows: usize) -> bool {
+    four_bit::takes_few(stream.device(), place.shape, rows, false)
 }
 
 impl<T: Half + GemmOutput> Work<T> {
@@ -37,10 +70,9 @@ impl<T: Half + GemmOutput> Work<T> {
         let Self { memory, shape, x, normed, qkv, .. } = self;
         let (memory, shape) = (&*memory, &*shape);
         let width = shape.qkv_width();
-        let of_qkv = GemmShape { inputs: shape.hidden, outputs: width };
         let source = norm(stream, (memory, shape), tokens, places.attn_norm, (x, normed))?;
         let ending = Ending::Store(qkv.part_mut(0..tokens * width)?);
-        small_rows(stream, of_qkv, &source, matrix(memory, places.qkv)?, &ending)
+        multiply(stream, memory, &source, places.qkv, &ending)
     }
 
     /// From what the heads give to the residual stream behind the layer.
@@ -53,39 +85,34 @@ impl<T: Half + GemmOutput> Work<T> {
         let Self { memory, shape, x, normed, attended, activated, .. } = self;
         let (memory, shape) = (&*memory, &*shape);
         let (hidden, query, ffn) = (shape.hidden, shape.query_width(), shape.ffn);
-        let of_output = GemmShape { inputs: query, outputs: hidden };
         let source = Source::Rows(attended.part(0..tokens * query)?);
         let ending = Ending::Add(x.part_mut(0..tokens * hidden)?);
-        small_rows(stream, of_output, &source, matrix(memory, places.attn_output)?, &ending)?;
+        multiply(stream, memory, &source, places.attn_output, &ending)?;
 
-        let of_gate_up = GemmShape { inputs: hidden, outputs: 2 * ffn };
         let source = norm(stream, (memory, shape), tokens, places.ffn_norm, (&mut *x, normed))?;
         let ending = Ending::Silu(activated.part_mut(0..tokens * ffn)?);
-        small_rows(stream, of_gate_up, &source, matrix(memory, places.gate_up)?, &ending)?;
+        multiply(stream, memory, &source, places.gate_up, &ending)?;
 
-        let of_down = GemmShape { inputs: ffn, outputs: hidden };
         let source = Source::Rows(activated.part(0..tokens * ffn)?);
         let ending = Ending::Add(x.part_mut(0..tokens * hidden)?);
-        small_rows(stream, of_down, &source, matrix(memory, places.ffn_down)?, &ending)
+        multiply(stream, memory, &source, places.ffn_down, &ending)
     }
 
     /// Logits of all tokens.
     pub(super) fn few_head(&mut self, stream: &Stream, tokens: usize) -> Result<(), CudaError> {
         let Self { memory, shape, places, x, normed, logits, .. } = self;
         let (memory, shape) = (&*memory, &*shape);
-        let of_head = GemmShape { inputs: shape.hidden, outputs: shape.vocabulary };
         let source = norm(stream, (memory, shape), tokens, places.output_norm, (x, normed))?;
         let ending = Ending::Single(logits.part_mut(0..tokens * shape.vocabulary)?);
-        small_rows(stream, of_head, &source, matrix(memory, places.output)?, &ending)
+        multiply(stream, memory, &source, places.output, &ending)
     }
 
     /// Logits of the first `count` normalised rows.
     pub(super) fn few_logits(&mut self, stream: &Stream, count: usize) -> Result<(), CudaError> {
         let Self { memory, shape, places, normed, logits, .. } = self;
-        let of_head = GemmShape { inputs: shape.hidden, outputs: shape.vocabulary };
         let source = Source::Rows(normed.part(0..count * shape.hidden)?);
         let ending = Ending::Single(logits.part_mut(0..count * shape.vocabulary)?);
-        small_rows(stream, of_head, &source, matrix(memory, places.output)?, &ending)
+        multiply(stream, memory, &source, places.output, &ending)
     }
 }
 

@@ -5,7 +5,8 @@ use std::ops::Range;
 use pagedd_core::BlockId;
 
 use super::few;
-use super::shape::{DecoderPlaces, DecoderShape, LayerPlaces, Place};
+use super::products::{Gated, Order, Products};
+use super::shape::{DecoderPlaces, DecoderShape, LayerPlaces, MatrixPlace, Place, widest};
 use super::{COPIES, DecoderLimits, DecoderMemory, DecoderStep, cut};
 use crate::cpu::attention::AttentionShape;
 use crate::cpu::kv::KvRow;
@@ -14,9 +15,10 @@ use crate::cuda::attention::{
 };
 use crate::cuda::batch::{DeviceBatch, DeviceKvLayout, Indices};
 use crate::cuda::buffer::{Buffer, Plain, View};
-use crate::cuda::elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed, silu_mul};
+use crate::cuda::elementwise::{BlockCopies, Embed, TokenSource, Tokens, copy_blocks, embed};
 use crate::cuda::error::CudaError;
-use crate::cuda::gemm::{Gemm, GemmOutput, GemmShape};
+use crate::cuda::four_bit::FourBitMatrix;
+use crate::cuda::gemm::GemmOutput;
 use crate::cuda::launch::Half;
 use crate::cuda::norm::{AddNorm, add_rms_norm};
 use crate::cuda::pinned::PinnedRing;
@@ -65,7 +67,7 @@ pub(super) struct Work<T: Half> {
     decode: DecodePlan,
     prefill: PrefillPlan,
     copies: BlockCopies,
-    pub(super) gemm: Gemm,
+    pub(super) products: Products<T>,
     /// Layers can multiply few rows with kernels of their own.
     pub(super) few_rows: bool,
     pub(super) sampler: Sampler,
@@ -93,7 +95,7 @@ impl<T: Half + GemmOutput> Work<T> {
         memory: DecoderMemory,
         limits: DecoderLimits,
     ) -> Result<Self, CudaError> {
-        let places = DecoderPlaces::new(&shape)?;
+        let places = DecoderPlaces::new(&shape, &memory.forms)?;
         let DecoderLimits { rows, tokens, wanted, draws, ranks, adjustments, context, blocks, exact } =
             limits;
         if (layout.layers, layout.kv_heads, layout.head_dim) != (shape.layers, shape.kv_heads, shape.head_dim)
@@ -111,10 +113,7 @@ impl<T: Half + GemmOutput> Work<T> {
         }
         let cut = cut(&shape, &limits);
         let room = |width: usize| Buffer::zeroed(stream, product("scratch memory", &[tokens, width])?);
-        let mut gemm = Gemm::new(stream)?;
-        if exact {
-            gemm.use_one_for_all_rows();
-        }
+        let products = Products::new(stream, widest(&shape, &memory.forms), exact)?;
         let tables = product("block tables", &[rows, context.div_ceil(layout.block_size)])?;
         Ok(Self {
             cut,
@@ -126,8 +125,8 @@ impl<T: Half + GemmOutput> Work<T> {
             decode: DecodePlan::new(stream, &layout, shape.heads, DecodeLimits { rows, queries: 1, cut })?,
             prefill: PrefillPlan::new(stream, &layout, shape.heads, (tokens, rows))?,
             copies: BlockCopies::with_capacity(stream, layout, blocks, COPIES)?,
-            gemm,
-            few_rows: !exact && few::takes(stream.device(), &shape),
+            products,
+            few_rows: !exact && few::takes(stream, &shape, &places),
             sampler: Sampler::new(stream, shape.vocabulary, draws, ranks, adjustments)?,
             ring: PinnedRing::new(stream.device(), RING_SLOTS, RING_BYTES)?,
             x: Buffer::zeroed(stream, product("scratch memory", &[tokens, shape.hidden])?)?,
@@ -235,7 +234,7 @@ impl<T: Half + GemmOutput> Work<T> {
         embed(
             stream,
             Embed {
-                table: matrix::<T>(&self.memory, self.places.embedding)?,
+                table: view::<T>(&self.memory.weights, self.memory.offset, self.places.embedding)?,
                 hidden,
                 tokens: &self.tokens,
                 drawn: Some(self.sampler.drawn()),
@@ -268,11 +267,10 @@ impl<T: Half + GemmOutput> Work<T> {
         places: LayerPlaces,
     ) -> Result<(), CudaError> {
         self.norm(stream, tokens, places.attn_norm, index > 0)?;
-        let Self { memory, shape, gemm, normed, qkv, .. } = self;
-        let (hidden, width) = (shape.hidden, shape.qkv_width());
-        let of_qkv = GemmShape { inputs: hidden, outputs: width };
-        let x = normed.part(0..tokens * hidden)?;
-        gemm.multiply(stream, of_qkv, x, matrix(memory, places.qkv)?, &mut qkv.part_mut(0..tokens * width)?)
+        let Self { memory, shape, products, normed, qkv, .. } = self;
+        let x = normed.part(0..tokens * shape.hidden)?;
+        let out = qkv.part_mut(0..tokens * shape.qkv_width())?;
+        products.store(stream, memory, places.qkv, x, out)
     }
 
     /// Attention of a layer, from queries, keys and values to what the heads give.
@@ -288,7 +286,7 @@ impl<T: Half + GemmOutput> Work<T> {
         let (width, query) = (shape.qkv_width(), shape.query_width());
         let arena = memory.offset..memory.offset + self.arena_bytes;
         // Bias and arena are of two buffers.
-        let DecoderMemory { weights, kv, offset } = memory;
+        let DecoderMemory { weights, kv, offset, .. } = memory;
         rope_into_kv(
             stream,
             RopeIntoKv {
@@ -323,32 +321,22 @@ impl<T: Half + GemmOutput> Work<T> {
         tokens: usize,
         places: LayerPlaces,
     ) -> Result<(), CudaError> {
-        let Self { memory, shape, gemm, attended, delta, .. } = self;
-        let (hidden, query) = (shape.hidden, shape.query_width());
-        let of_output = GemmShape { inputs: query, outputs: hidden };
-        let x = attended.part(0..tokens * query)?;
-        gemm.multiply(
-            stream,
-            of_output,
-            x,
-            matrix(memory, places.attn_output)?,
-            &mut delta.part_mut(0..tokens * hidden)?,
-        )
+        let Self { memory, shape, products, attended, delta, .. } = self;
+        let x = attended.part(0..tokens * shape.query_width())?;
+        let out = delta.part_mut(0..tokens * shape.hidden)?;
+        products.store(stream, memory, places.attn_output, x, out)
     }
 
     fn feed_forward(&mut self, stream: &Stream, tokens: usize, places: LayerPlaces) -> Result<(), CudaError> {
         self.norm(stream, tokens, places.ffn_norm, true)?;
-        let Self { memory, shape, gemm, normed, gate_up, activated, delta, .. } = self;
+        let Self { memory, shape, products, normed, gate_up, activated, delta, .. } = self;
         let (hidden, ffn) = (shape.hidden, shape.ffn);
-        let of_gate_up = GemmShape { inputs: hidden, outputs: 2 * ffn };
-        let weights = matrix(memory, places.gate_up)?;
         let x = normed.part(0..tokens * hidden)?;
-        gemm.multiply(stream, of_gate_up, x, weights, &mut gate_up.part_mut(0..tokens * 2 * ffn)?)?;
-        silu_mul(stream, gate_up.part(0..tokens * 2 * ffn)?, ffn, &mut activated.part_mut(0..tokens * ffn)?)?;
-        let of_down = GemmShape { inputs: ffn, outputs: hidden };
-        let weights = matrix(memory, places.ffn_down)?;
+        let both = gate_up.part_mut(0..tokens * 2 * ffn)?;
+        let out = activated.part_mut(0..tokens * ffn)?;
+        products.gated(stream, memory, places.gate_up, x, Gated { both, out })?;
         let x = activated.part(0..tokens * ffn)?;
-        gemm.multiply(stream, of_down, x, weights, &mut delta.part_mut(0..tokens * hidden)?)
+        products.store(stream, memory, places.ffn_down, x, delta.part_mut(0..tokens * hidden)?)
     }
 
     /// Adds what the last operator gave to the residual stream, and norms it.
@@ -396,19 +384,12 @@ impl<T: Half + GemmOutput> Work<T> {
                 out: self.normed.part_mut(0..count * hidden)?,
             },
         )?;
-        let of_head = GemmShape { inputs: hidden, outputs: vocabulary };
-        let weights = matrix(&self.memory, self.places.output)?;
         if self.takes_few(count) {
             return self.few_logits(stream, count);
         }
-        let x = self.normed.part(0..count * hidden)?;
-        self.gemm.multiply::<T, f32>(
-            stream,
-            of_head,
-            x,
-            weights,
-            &mut self.logits.part_mut(0..count * vocabulary)?,
-        )
+        let Self { memory, places, products, normed, logits, .. } = self;
+        let x = normed.part(0..count * hidden)?;
+        products.single(stream, memory, places.output, x, logits.part_mut(0..count * vocabulary)?)
     }
 }
 
@@ -425,6 +406,17 @@ pub(super) fn view<E: Plain>(
     Ok(view)
 }
 
-pub(super) fn matrix<T: Half>(memory: &DecoderMemory, place: Place) -> Result<View<'_, T>, CudaError> {
-    view(&memory.weights, memory.offset, place)
+/// A matrix of elements.
+pub(super) fn matrix<T: Half>(memory: &DecoderMemory, place: MatrixPlace) -> Result<View<'_, T>, CudaError> {
+    view(&memory.weights, memory.offset, place.place())
+}
+
+/// A matrix of four bits.
+pub(super) fn tiles(
+    memory: &DecoderMemory,
+    place: MatrixPlace,
+    order: Order,
+) -> Result<FourBitMatrix<'_>, CudaError> {
+    let bytes = view(&memory.weights, memory.offset, place.place())?;
+    Ok(FourBitMatrix::new(place.shape, bytes, order == Order::Interleaved)?)
 }

@@ -2,8 +2,10 @@
 
 use crate::cpu::ops::Pairing;
 use crate::cuda::error::CudaError;
+use crate::cuda::gemm::GemmShape;
 use crate::cuda::norm::{PACK, dimension};
-use crate::error::{ShapeError, product};
+use crate::error::{ShapeError, length, product};
+use crate::four_bit::{DecoderForms, Form, LayerForms, four_bit_bytes};
 
 /// Alignment of every tensor, in bytes.
 const ALIGN: usize = 256;
@@ -90,26 +92,50 @@ impl Place {
     }
 }
 
-/// The tensors of a layer. Matrices are `[outputs][inputs]` of 16-bit elements, vectors have single precision.
+/// A matrix's place among the weights: `[outputs][inputs]`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MatrixPlace {
+    /// First byte.
+    pub at: usize,
+    /// Its sides.
+    pub shape: GemmShape,
+    /// Elements, or tiles.
+    pub form: Form,
+}
+
+impl MatrixPlace {
+    /// Where it lies, as elements of 16 bits, or as bytes of tiles.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        let GemmShape { inputs, outputs } = self.shape;
+        let len = match self.form {
+            Form::Half => outputs * inputs,
+            Form::FourBit => four_bit_bytes(outputs, inputs).unwrap_or(0),
+        };
+        Place { at: self.at, len }
+    }
+}
+
+/// The tensors of a layer. Vectors have single precision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LayerPlaces {
     /// RMSNorm before attention.
     pub attn_norm: Place,
     /// Rows of queries, then keys, then values.
-    pub qkv: Place,
+    pub qkv: MatrixPlace,
     /// Biases of the same.
     pub bias: Option<Place>,
     /// After attention.
-    pub attn_output: Place,
+    pub attn_output: MatrixPlace,
     /// RMSNorm before the feed-forward layer.
     pub ffn_norm: Place,
-    /// Rows of gate, then up.
-    pub gate_up: Place,
+    /// Rows of gate, then up; in four bits interleaved.
+    pub gate_up: MatrixPlace,
     /// Back to the residual stream.
-    pub ffn_down: Place,
+    pub ffn_down: MatrixPlace,
 }
 
-/// Where every tensor of a decoder lies: a function of its shape.
+/// Where every tensor of a decoder lies: a function of its shape and of its matrices' forms.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DecoderPlaces {
     /// A row per token.
@@ -118,8 +144,8 @@ pub struct DecoderPlaces {
     pub layers: Vec<LayerPlaces>,
     /// RMSNorm after the last layer.
     pub output_norm: Place,
-    /// The output matrix; the embedding where they are tied.
-    pub output: Place,
+    /// The output matrix; the embedding where they are tied, unless it has four bits.
+    pub output: MatrixPlace,
     /// Bytes of all.
     pub bytes: usize,
 }
@@ -139,8 +165,22 @@ impl Row {
         Ok(Place { at, len })
     }
 
-    fn matrix(&mut self, what: &'static str, outputs: usize, inputs: usize) -> Result<Place, ShapeError> {
-        self.take(what, &[outputs, inputs], 2)
+    fn matrix(
+        &mut self,
+        what: &'static str,
+        (outputs, inputs): (usize, usize),
+        form: Form,
+    ) -> Result<MatrixPlace, ShapeError> {
+        let shape = GemmShape { inputs, outputs };
+        let place = match form {
+            Form::Half => self.take(what, &[outputs, inputs], 2)?,
+            Form::FourBit => {
+                let (needed, found) = ("outputs in tiles of 16, inputs in units of 64", outputs);
+                let bytes = four_bit_bytes(outputs, inputs);
+                self.take(what, &[bytes.ok_or(ShapeError::Dimension { what, needed, found })?], 1)?
+            }
+        };
+        Ok(MatrixPlace { at: place.at, shape, form })
     }
 
     fn vector(&mut self, what: &'static str, len: usize) -> Result<Place, ShapeError> {
@@ -152,26 +192,53 @@ impl DecoderPlaces {
     /// Places every tensor of `shape`.
     ///
     /// # Errors
-    /// A dimension that kernels do not work with, or sizes overflow.
-    pub fn new(shape: &DecoderShape) -> Result<Self, CudaError> {
+    /// A dimension that kernels do not work with, forms of another number of layers, or sizes overflow.
+    pub fn new(shape: &DecoderShape, forms: &DecoderForms) -> Result<Self, CudaError> {
         shape.check()?;
+        length("forms of layers", shape.layers, forms.layers.len())?;
         let DecoderShape { hidden, ffn, vocabulary, .. } = *shape;
         let mut row = Row { end: 0 };
-        let embedding = row.matrix("embedding", vocabulary, hidden)?;
-        let layer = |row: &mut Row| {
+        let table = row.matrix("embedding", (vocabulary, hidden), Form::Half)?;
+        let layer = |row: &mut Row, forms: &LayerForms| {
             Ok(LayerPlaces {
                 attn_norm: row.vector("attention norm", hidden)?,
-                qkv: row.matrix("queries, keys and values", shape.qkv_width(), hidden)?,
+                qkv: row.matrix("queries, keys and values", (shape.qkv_width(), hidden), forms.qkv)?,
                 bias: if shape.bias { Some(row.vector("bias", shape.qkv_width())?) } else { None },
-                attn_output: row.matrix("attention output", hidden, shape.query_width())?,
+                attn_output: row.matrix(
+                    "attention output",
+                    (hidden, shape.query_width()),
+                    forms.attn_output,
+                )?,
                 ffn_norm: row.vector("feed-forward norm", hidden)?,
-                gate_up: row.matrix("gate and up", 2 * ffn, hidden)?,
-                ffn_down: row.matrix("down", hidden, ffn)?,
+                gate_up: row.matrix("gate and up", (2 * ffn, hidden), forms.gate_up)?,
+                ffn_down: row.matrix("down", (hidden, ffn), forms.ffn_down)?,
             })
         };
-        let layers = (0..shape.layers).map(|_| layer(&mut row)).collect::<Result<_, ShapeError>>()?;
+        let layers =
+            forms.layers.iter().map(|forms| layer(&mut row, forms)).collect::<Result<_, ShapeError>>()?;
         let output_norm = row.vector("output norm", hidden)?;
-        let output = if shape.tied { embedding } else { row.matrix("output", vocabulary, hidden)? };
-        Ok(Self { embedding, layers, output_norm, output, bytes: row.end })
+        let output = if shape.tied && forms.output == Form::Half {
+            table
+        } else {
+            row.matrix("output", (vocabulary, hidden), forms.output)?
+        };
+        Ok(Self { embedding: table.place(), layers, output_norm, output, bytes: row.end })
     }
+}
+
+/// Elements of the largest matrix of four bits: what is needed to widen one.
+pub(super) fn widest(shape: &DecoderShape, forms: &DecoderForms) -> usize {
+    let DecoderShape { hidden, ffn, vocabulary, .. } = *shape;
+    let of_layer = |forms: &LayerForms| {
+        let LayerForms { qkv, attn_output, gate_up, ffn_down } = *forms;
+        let query = shape.query_width();
+        [
+            (qkv, shape.qkv_width() * hidden),
+            (attn_output, query * hidden),
+            (gate_up, 2 * ffn * hidden),
+            (ffn_down, ffn * hidden),
+        ]
+    };
+    let all = forms.layers.iter().flat_map(of_layer).chain([(forms.output, vocabulary * hidden)]);
+    all.filter(|&(form, _)| form == Form::FourBit).map(|(_, elements)| elements).max().unwrap_or(0)
 }

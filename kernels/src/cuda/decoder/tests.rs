@@ -1,7 +1,9 @@
 //! What needs no device.
 
+use super::shape::widest;
 use super::*;
 use crate::Pairing;
+use crate::four_bit::{Form, LayerForms};
 
 fn shape(tied: bool, bias: bool) -> DecoderShape {
     DecoderShape {
@@ -25,13 +27,13 @@ fn shape(tied: bool, bias: bool) -> DecoderShape {
 fn places_hold_every_element_once_and_lie_side_by_side() {
     for (tied, bias) in [(false, false), (true, false), (false, true)] {
         let shape = shape(tied, bias);
-        let places = DecoderPlaces::new(&shape).unwrap();
+        let places = DecoderPlaces::new(&shape, &DecoderForms::halves(shape.layers)).unwrap();
         let mut all = vec![(places.embedding, 2), (places.output_norm, 4)];
         if !tied {
-            all.push((places.output, 2));
+            all.push((places.output.place(), 2));
         }
         for layer in &places.layers {
-            all.extend([(layer.qkv, 2), (layer.attn_output, 2), (layer.gate_up, 2), (layer.ffn_down, 2)]);
+            all.extend([layer.qkv, layer.attn_output, layer.gate_up, layer.ffn_down].map(|m| (m.place(), 2)));
             all.extend([(layer.attn_norm, 4), (layer.ffn_norm, 4)]);
             all.extend(layer.bias.map(|bias| (bias, 4)));
         }
@@ -42,13 +44,38 @@ fn places_hold_every_element_once_and_lie_side_by_side() {
             end = (place.at + place.len * size).next_multiple_of(256);
         }
         assert_eq!(end, places.bytes);
-        assert_eq!(places.output == places.embedding, tied);
+        assert_eq!(places.output.place() == places.embedding, tied);
     }
 }
 
 #[test]
+fn a_matrix_of_four_bits_takes_tiles_and_a_tied_one_lies_beside_the_embedding() {
+    let shape = DecoderShape { ffn: 128, ..shape(true, false) };
+    let four = LayerForms { gate_up: Form::FourBit, ..DecoderForms::halves(1).layers[0] };
+    let mixed = DecoderForms { layers: vec![DecoderForms::halves(1).layers[0], four], output: Form::FourBit };
+    let places = DecoderPlaces::new(&shape, &mixed).unwrap();
+    assert_eq!(places.layers[0].gate_up.place().len, 256 * 64);
+    assert_eq!(places.layers[1].gate_up.place().len, 256 / 16 * 640);
+    assert_eq!(places.output.place(), Place { at: places.output_norm.at + 256, len: 320 / 16 * 640 });
+    assert_ne!(places.output.at, places.embedding.at);
+    assert_eq!(widest(&shape, &mixed), 320 * 64, "the output is the largest of four bits");
+    assert_eq!(widest(&shape, &DecoderForms::halves(2)), 0);
+    let odd = DecoderShape { ffn: 96, ..shape.clone() };
+    let down = LayerForms { ffn_down: Form::FourBit, ..four };
+    let forms = DecoderForms { layers: vec![down; 2], output: Form::Half };
+    let error = DecoderPlaces::new(&odd, &forms).unwrap_err().to_string();
+    assert!(error.contains("down"), "{error}");
+    assert!(
+        DecoderPlaces::new(&shape, &DecoderForms::halves(1)).is_err(),
+        "forms of another number of layers"
+    );
+}
+
+#[test]
 fn a_shape_that_kernels_do_not_work_with_is_refused_by_name() {
-    let error = DecoderPlaces::new(&DecoderShape { vocabulary: 321, ..shape(true, false) }).unwrap_err();
+    let error =
+        DecoderPlaces::new(&DecoderShape { vocabulary: 321, ..shape(true, false) }, &DecoderForms::halves(2))
+            .unwrap_err();
     assert!(error.to_string().contains("vocabulary"), "{error}");
 }
 

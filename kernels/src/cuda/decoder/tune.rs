@@ -1,17 +1,15 @@
 //! Which algorithms multiply fastest, with a decoder's own weights.
 
 use super::forward::Work;
+use super::shape::{LayerPlaces, MatrixPlace};
 use super::{Decoder, Recordings};
-use crate::cuda::buffer::View;
 use crate::cuda::error::CudaError;
-use crate::cuda::gemm::{Algorithms, AlgorithmsError, GemmOutput, GemmShape, Tuning, bucket};
+use crate::cuda::gemm::{Algorithms, AlgorithmsError, GemmOutput, bucket};
 use crate::cuda::launch::Half;
 use crate::cuda::stream::Stream;
 
 /// Layers whose weights are multiplied with in turn: enough that none is found in the cache.
 const LAYERS: usize = 8;
-/// Proposals tried for a product.
-const PROPOSALS: usize = 8;
 
 impl<T: Half + GemmOutput> Decoder<T> {
     /// Times the products of this decoder, for every bucket of rows, and keeps the fastest algorithms. Waits;
@@ -29,7 +27,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
                 self.work.tune(&self.stream, rows.min(most), self.limits.wanted)?;
             }
             if rows >= most {
-                return Ok(self.work.gemm.algorithms());
+                return Ok(self.work.products.gemm.algorithms());
             }
             rows = bucket(rows + 1);
         }
@@ -48,7 +46,7 @@ impl<T: Half + GemmOutput> Decoder<T> {
     /// They are for another library or GPU, or are refused. Nothing has been kept.
     pub fn restore(&mut self, algorithms: &Algorithms) -> Result<usize, AlgorithmsError> {
         self.forget_steps();
-        self.work.gemm.restore(algorithms)
+        self.work.products.gemm.restore(algorithms)
     }
 }
 
@@ -59,7 +57,7 @@ impl<T: Half + GemmOutput> Work<T> {
             memory,
             shape,
             places,
-            gemm,
+            products,
             normed,
             qkv,
             attended,
@@ -70,39 +68,24 @@ impl<T: Half + GemmOutput> Work<T> {
             ..
         } = self;
         let (hidden, ffn, query, width) = (shape.hidden, shape.ffn, shape.query_width(), shape.qkv_width());
-        let layers = || places.layers.iter().take(LAYERS);
-        let of = |place| super::forward::matrix::<T>(memory, place);
-        let most = PROPOSALS;
-        let all =
-            |places: Vec<_>| places.into_iter().map(of).collect::<Result<Vec<View<'_, T>>, CudaError>>();
+        let layers = |of: fn(&LayerPlaces) -> MatrixPlace| -> Vec<MatrixPlace> {
+            places.layers.iter().take(LAYERS).map(of).collect()
+        };
 
-        let weights = all(layers().map(|layer| layer.qkv).collect())?;
         let (x, out) = (normed.part(0..rows * hidden)?, qkv.part_mut(0..rows * width)?);
-        let qkv = GemmShape { inputs: hidden, outputs: width };
-        gemm.tune::<T, T>(stream, qkv, Tuning { x, weights: &weights, out, most })?;
-
-        let weights = all(layers().map(|layer| layer.attn_output).collect())?;
+        products.tune(stream, memory, &layers(|layer| layer.qkv), x, out)?;
         let (x, out) = (attended.part(0..rows * query)?, delta.part_mut(0..rows * hidden)?);
-        let output = GemmShape { inputs: query, outputs: hidden };
-        gemm.tune::<T, T>(stream, output, Tuning { x, weights: &weights, out, most })?;
-
-        let weights = all(layers().map(|layer| layer.gate_up).collect())?;
+        products.tune(stream, memory, &layers(|layer| layer.attn_output), x, out)?;
         let (x, out) = (normed.part(0..rows * hidden)?, gate_up.part_mut(0..rows * 2 * ffn)?);
-        let both = GemmShape { inputs: hidden, outputs: 2 * ffn };
-        gemm.tune::<T, T>(stream, both, Tuning { x, weights: &weights, out, most })?;
-
-        let weights = all(layers().map(|layer| layer.ffn_down).collect())?;
+        products.tune(stream, memory, &layers(|layer| layer.gate_up), x, out)?;
         let (x, out) = (activated.part(0..rows * ffn)?, delta.part_mut(0..rows * hidden)?);
-        let down = GemmShape { inputs: ffn, outputs: hidden };
-        gemm.tune::<T, T>(stream, down, Tuning { x, weights: &weights, out, most })?;
+        products.tune(stream, memory, &layers(|layer| layer.ffn_down), x, out)?;
 
         if rows > bucket(wanted) {
             return Ok(());
         }
         let rows = rows.min(wanted);
         let (x, out) = (normed.part(0..rows * hidden)?, logits.part_mut(0..rows * shape.vocabulary)?);
-        let head = GemmShape { inputs: hidden, outputs: shape.vocabulary };
-        gemm.tune::<T, f32>(stream, head, Tuning { x, weights: &[of(places.output)?], out, most })?;
-        Ok(())
+        products.tune(stream, memory, &[places.output], x, out)
     }
 }
