@@ -3,7 +3,7 @@
 //! **Owns** the prediction of what a step in the making takes. **Never** leaves a decoding sequence out, and never holds prompts
 //! up for good: at least a block's tokens of them go into every step that has room for them.
 
-use pagedd_core::StepCost;
+use pagedd_core::{Pairs, StepCost};
 
 use crate::config::SchedulerConfig;
 
@@ -13,24 +13,27 @@ pub(crate) struct Load {
     tokens: u32,
     /// Rows that meet the output matrix.
     rows: u32,
-    /// Pairs of a token and a position that it sees, its own included.
-    pairs: u64,
+    pairs: Pairs,
 }
 
 impl Load {
     /// With positions `[start, start + n)` of one more sequence, `draws` of which meet the output matrix.
     pub fn with(self, start: usize, n: usize, draws: u32) -> Self {
-        let (first, count) = (start as u64, n as u64);
-        Self {
-            tokens: self.tokens + n as u32,
-            rows: self.rows + draws,
-            pairs: self.pairs + count * first + count * (count + 1) / 2,
+        if n == 1 {
+            return self.with_rows(1, start as u64 + 1, draws);
         }
+        let parts = self.pairs.parts + Pairs::of_part(start as u64, n as u64).parts;
+        Self { tokens: self.tokens + n as u32, rows: self.rows + draws, pairs: Pairs { parts, ..self.pairs } }
     }
 
     /// With `count` guesses, which see `seen` positions together and are all drawn at.
     pub fn with_guesses(self, count: u32, seen: u64) -> Self {
-        Self { tokens: self.tokens + count, rows: self.rows + count, pairs: self.pairs + seen }
+        self.with_rows(count, seen, count)
+    }
+
+    fn with_rows(self, count: u32, seen: u64, draws: u32) -> Self {
+        let pairs = Pairs { rows: self.pairs.rows + seen, ..self.pairs };
+        Self { tokens: self.tokens + count, rows: self.rows + draws, pairs }
     }
 
     /// Rows that are drawn from.
@@ -83,7 +86,7 @@ impl Budget {
         let mut fit = 0;
         if !self.closed {
             let fits = |n: usize| self.load.with(start, n, u32::from(n == all)).us(&self.cost) <= target_us;
-            // More tokens never take less time: `fit` of them fit, `over` do not.
+            // More tokens never take less time, but where a second one makes a part of a row: `fit` of them fit, `over` do not.
             let mut over = all + 1;
             while fit + 1 < over {
                 let middle = usize::midpoint(fit, over);

@@ -2,14 +2,14 @@
 //!
 //! **Owns** the rounds of a row: the warm-up, then what is measured. **Never** measures a step of the warm-up.
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 use pagedd_config::Model;
 use pagedd_core::{TokenId, Tokens};
 use pagedd_wire::worker::DeviceStep;
 
 use super::load::Draw;
 use super::numbers::{mean, median, percentile};
-use super::options::{Latency, RunOptions, SharedPrefix, Throughput};
+use super::options::{Foreign, Latency, RunOptions, SharedPrefix, Throughput};
 use super::record::{Goal, Round};
 use super::report::{Row, Value, kept, shown};
 use super::rig::{Asked, Moment, Processor, Rig};
@@ -178,6 +178,92 @@ impl Bench<'_> {
         ]);
         row.extend(steps(&round, measured, mean(&gaps), before.until(&after)));
         row.extend(self.device(&round, measured));
+        row.extend(self.gpu(&before, &after));
+        Ok(row)
+    }
+
+    /// `batch` sequences that run together, and beside them a stranger's prompts, one after the other.
+    ///
+    /// # Errors
+    /// As [`Bench::throughput`].
+    pub fn foreign(&mut self, case: &Foreign) -> anyhow::Result<Row> {
+        let Foreign { batch, input_len, output_len: output, foreign_len, foreign, .. } = *case;
+        let (budget, warmup) = (self.budget(), self.run.warmup);
+        ensure!(
+            batch < budget,
+            "--budget: a step of {budget} tokens has no room for prompts beside --batch {batch}"
+        );
+        self.check_length("--foreign-len", foreign_len, 1)?;
+        self.check_length("--input-len and --output-len", input_len, output)?;
+        let size = Tokens(self.rig.info.block_size);
+        let of = |tokens: u32| u64::from(Tokens(tokens).in_blocks(size).0);
+        let (blocks, pool) =
+            (u64::from(batch) * of(input_len + output) + of(foreign_len), self.rig.info.blocks);
+        ensure!(
+            blocks <= u64::from(pool),
+            "--batch and --foreign-len: they need {blocks} KV blocks and the pool has {pool}: give it more with kv_memory"
+        );
+
+        self.warm_up(foreign_len, batch + 1)?;
+        let prompts = (0..batch).map(|_| self.tokens(input_len)).collect();
+        // They go on for as long as they can: nobody knows how many steps a prompt beside them takes.
+        let asked = self.asked(prompts, self.rig.info.max_model_len - input_len);
+        self.rig.begin(asked)?;
+        self.rig.wait(Goal::Steady(output as usize - 1))?;
+        let mut beside = Vec::new();
+        let before = self.rig.moment();
+        for _ in 0..foreign {
+            let (prompt, sampling) = (self.tokens(foreign_len), self.draw.sampling(self.run.temperature));
+            let (place, sent) = self.rig.join(prompt, sampling)?;
+            self.rig.wait(Goal::First(place))?;
+            beside.push((sent, self.rig.round().first[place]));
+        }
+        let after = self.rig.moment();
+        self.rig.cancel()?;
+        self.rig.wait(Goal::Ended)?;
+
+        let round = self.rig.round();
+        let beside = beside
+            .into_iter()
+            .map(|(sent, first)| Some((sent, first?)))
+            .collect::<Option<Vec<_>>>()
+            .context("--output-len: a running sequence reached the model's context before a foreign prompt was done")?;
+        let quiet = &round.steady[warmup as usize..output as usize - 1];
+        let quiet: Vec<f64> = quiet.iter().map(|step| ms(round.interval(*step))).collect();
+        let steps = round.between(&beside);
+        let left_out = steps.iter().filter(|step| round.steps[**step].rows < batch).count();
+        ensure!(
+            left_out == 0,
+            "{left_out} steps had not all {batch} sequences: give the pool more with kv_memory"
+        );
+        let gaps: Vec<f64> = steps.iter().map(|step| ms(round.interval(*step))).collect();
+        let took: Vec<f64> = beside.iter().map(|(sent, first)| ms(first.duration_since(*sent))).collect();
+        let (calm, disturbed) = (percentile(&quiet, 0.99), percentile(&gaps, 0.99));
+        let mut row = vec![
+            shown("batch", "batch", batch),
+            shown("input_len", "context", input_len),
+            shown("foreign_len", "foreign", foreign_len),
+            kept("foreign_prompts", foreign),
+            kept("output_len", output),
+            shown("itl_target_ms", "target ms", Value::real(self.model.itl_target.map(ms), 1)),
+        ];
+        row.extend(self.conditions());
+        row.extend([
+            shown("quiet_ms_p50", "quiet p50", Value::real(median(&quiet), 3)),
+            shown("quiet_ms_p99", "quiet p99", Value::real(calm, 3)),
+            shown("beside_ms_p50", "beside p50", Value::real(median(&gaps), 3)),
+            shown("beside_ms_p99", "beside p99", Value::real(disturbed, 3)),
+            shown("beside_ms_max", "beside max", Value::real(percentile(&gaps, 1.0), 3)),
+            shown("p99_ratio", "p99 ratio", Value::real(disturbed.zip(calm).map(|(b, q)| b / q), 2)),
+            shown("foreign_ms", "foreign ms", Value::real(mean(&took), 1)),
+            shown(
+                "foreign_tokens_per_second",
+                "foreign tok/s",
+                Value::real(mean(&took).map(|took| f64::from(foreign_len) * 1e3 / took), 0),
+            ),
+        ]);
+        row.extend(self::steps(&round, &steps, mean(&gaps), before.until(&after)));
+        row.extend(self.device(&round, &steps));
         row.extend(self.gpu(&before, &after));
         Ok(row)
     }

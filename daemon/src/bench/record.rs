@@ -36,6 +36,8 @@ pub struct Step {
 pub enum Goal {
     /// So many steps in which all sequences of the round ran, each after another such step; or that one of them has ended.
     Steady(usize),
+    /// The request of this place in the round has its first token; or one has ended that is not of those that joined.
+    First(usize),
     /// Every request has ended, or one was refused.
     Ended,
 }
@@ -45,6 +47,8 @@ pub enum Goal {
 pub struct Round {
     /// Number of its first request.
     base: u64,
+    /// Requests that it began with. Those behind joined later.
+    began: usize,
     /// When each request's first token was there.
     pub first: Vec<Option<Instant>>,
     /// Steps since the round began.
@@ -61,6 +65,8 @@ pub struct Round {
     pub begun: u64,
     /// Requests that have ended.
     pub ended: usize,
+    /// Of these, the ones that the round began with.
+    ended_of_began: usize,
     /// Of these, failed.
     pub failed: usize,
     /// Workers that died.
@@ -73,20 +79,30 @@ pub struct Round {
 impl Round {
     /// Of requests with the numbers `[base, base + requests)`.
     fn new(base: u64, requests: usize) -> Self {
-        Self { base, first: vec![None; requests], ..Self::default() }
+        Self { base, began: requests, first: vec![None; requests], ..Self::default() }
+    }
+
+    /// One more request, with the number that follows. Its place.
+    pub fn join(&mut self) -> usize {
+        self.first.push(None);
+        self.first.len() - 1
     }
 
     /// Whether there is nothing more to wait for.
     pub fn has_reached(&self, goal: Goal) -> bool {
         match goal {
             Goal::Steady(steps) => self.steady.len() >= steps || self.ended > 0 || self.refused.is_some(),
+            Goal::First(place) => {
+                let there = self.first.get(place).is_none_or(Option::is_some);
+                there || self.ended_of_began > 0 || self.refused.is_some()
+            }
             Goal::Ended => self.ended >= self.first.len() || self.refused.is_some(),
         }
     }
 
     /// A step is over.
     pub fn add(&mut self, step: Step) {
-        let all = |step: &Step| step.decodes && step.rows as usize == self.first.len();
+        let all = |step: &Step| step.decodes && step.rows as usize == self.began;
         if all(&step) && self.steps.last().is_some_and(all) {
             self.steady.push(self.steps.len());
         }
@@ -96,6 +112,12 @@ impl Round {
     /// Time between the ends of a step and of the one before it.
     pub fn interval(&self, step: usize) -> Duration {
         self.steps[step].collected - self.steps[step - 1].collected
+    }
+
+    /// Steps that were done in one of these spans, each of which has a step before it.
+    pub fn between(&self, spans: &[(Instant, Instant)]) -> Vec<usize> {
+        let within = |at: Instant| spans.iter().any(|(from, to)| *from < at && at <= *to);
+        (1..self.steps.len()).filter(|step| within(self.steps[*step].collected)).collect()
     }
 
     fn commit(&mut self, record: &StepRecord, now: Instant) {
@@ -112,6 +134,8 @@ impl Round {
         }
         for finished in record.finished.iter().filter(|finished| finished.ended.is_some()) {
             self.ended += 1;
+            let place = number(finished.request).checked_sub(self.base);
+            self.ended_of_began += usize::from(place.is_some_and(|place| place < self.began as u64));
             self.failed += usize::from(finished.reason == FinishReason::Failed);
         }
     }

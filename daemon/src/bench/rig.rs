@@ -25,6 +25,8 @@ use crate::worker::{ModelState, WorkerProcess};
 
 /// Whose requests they are.
 const TENANT: TenantId = TenantId(1);
+/// Who sends what comes between.
+const STRANGER: TenantId = TenantId(2);
 /// Keys the prefix hash; there is nobody to keep it from.
 const CACHE_KEY: [u8; 32] = [7; 32];
 /// An engine has gone idle by then, and looked through its blocks.
@@ -118,15 +120,16 @@ impl Rig {
         let thread = Some(thread);
         let (worker, next, sent) = (pid, 1, 0..0);
         let rig = Self { info, gpu, engine, record, thread, task, worker, next, sent, end, began };
-        rig.share()?;
+        rig.share(TENANT)?;
+        rig.share(STRANGER)?;
         Ok(rig)
     }
 
-    /// Gives the tenant the whole pool. Its sequences guess nothing: a step is one token of each.
-    fn share(&self) -> anyhow::Result<()> {
+    /// Gives a tenant the whole pool. Its sequences guess nothing: a step is one token of each.
+    fn share(&self, tenant: TenantId) -> anyhow::Result<()> {
         let (answer, set) = sync_channel(1);
         self.send(Command::SetTenant {
-            tenant: TENANT,
+            tenant,
             share: ShareSpec { floor: Blocks::ZERO, ceiling: Blocks(self.info.blocks) },
             prompt_lookup: Some(false),
             reply: Box::new(move |result| {
@@ -183,6 +186,27 @@ impl Rig {
         let start = Instant::now();
         submissions.into_iter().try_for_each(|submission| self.send(Command::Submit(submission)))?;
         Ok(start)
+    }
+
+    /// Sends a stranger's request for one token while the round goes on. Its place in the round, and when it was sent.
+    ///
+    /// # Errors
+    /// The engine has ended.
+    pub fn join(
+        &mut self,
+        prompt: Vec<TokenId>,
+        sampling: SamplingParams,
+    ) -> anyhow::Result<(usize, Instant)> {
+        let number = self.next;
+        self.next += 1;
+        self.sent.end = self.next;
+        let place = self.record.round().join();
+        let (n, max_tokens, stop_ids) = (1, Tokens(1), Vec::new());
+        let request =
+            NewRequest { id: id(number), tenant: STRANGER, prompt, n, max_tokens, stop_ids, sampling };
+        let sent = Instant::now();
+        self.send(Command::Submit(Box::new(Submission { request, ticket: () })))?;
+        Ok((place, sent))
     }
 
     /// Ends the requests of the round that have not.
