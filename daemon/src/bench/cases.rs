@@ -189,6 +189,11 @@ impl Bench<'_> {
     pub fn foreign(&mut self, case: &Foreign) -> anyhow::Result<Row> {
         let Foreign { batch, input_len, output_len: output, foreign_len, foreign, .. } = *case;
         let (budget, warmup) = (self.budget(), self.run.warmup);
+        let seats = self.model.max_num_seqs;
+        ensure!(
+            batch < seats,
+            "--batch: {batch} and a foreign sequence are more than the model's max_num_seqs, {seats}"
+        );
         ensure!(
             batch < budget,
             "--budget: a step of {budget} tokens has no room for prompts beside --batch {batch}"

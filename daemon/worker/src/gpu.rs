@@ -44,11 +44,13 @@ const CONTENT_VERSION: u32 = 1;
 const RANKS: usize = 20;
 /// Adjusted tokens of all draws that are made together.
 const ADJUSTMENTS: usize = 1 << 20;
-/// Most tokens of prompts in a step that are attended for as rows of their own, and positions that lie before them at least. The kernel for
-/// prompts has a block walk through all that its tokens see: behind a long past, fewer tokens than these leave most of the GPU without one, where
-/// rows that see the same past read it together, cut into as many pieces as keep the GPU busy.
-const PART_ROWS: usize = 384;
-const PART_PAST: u32 = 4096;
+/// Most tokens of prompts in a step that are attended for as rows of their own; how many positions lie before such a part at least, and how many
+/// for each of its tokens. The kernel for prompts has a block walk through all that its tokens see: behind a long past, a few hundred tokens leave
+/// most of the GPU without one. Rows that see the same past read it together, cut into as many pieces as keep the GPU busy, at the price of
+/// merging them.
+const PART_ROWS: usize = 320;
+const PART_PAST: usize = 2048;
+const PAST_OF_EACH: usize = 24;
 /// Memory that is left to the driver, its libraries and recorded steps.
 const RESERVE: u64 = 1 << 30;
 
@@ -545,7 +547,7 @@ impl Layout {
                 (prompt.saturating_sub(row.start) as usize).min(row.tokens.len())
             }
             None if row.tokens.len() == 1 => 0,
-            None if row.start >= PART_PAST && row.tokens.len() <= room => {
+            None if row.tokens.len() <= room && is_decoded(row) => {
                 room -= row.tokens.len();
                 0
             }
@@ -581,6 +583,11 @@ impl Layout {
         let row = |&token: &usize| self.wanted.partition_point(|&place| place < self.places[token]) as u32;
         self.logits.extend(wanted.iter().map(row));
     }
+}
+
+/// Whether a part of a prompt is faster as rows of its own.
+fn is_decoded(part: &BatchRow) -> bool {
+    part.start as usize >= PART_PAST.max(PAST_OF_EACH * part.tokens.len())
 }
 
 impl GpuModel {

@@ -76,12 +76,15 @@ fn small_parts_of_prompts_behind_a_long_past_are_decoded_token_by_token_as_far_a
         }
         Batch { tokens: vec![5; rows.last().map_or(0, |row| row.tokens.end)], rows, ..Batch::default() }
     };
+    let far = (PAST_OF_EACH * most) as u32;
     for (parts, expected) in [
-        (vec![(PART_PAST, 3)], vec![1, 1, 1]),
-        (vec![(PART_PAST - 1, 3)], vec![3]),
-        (vec![(PART_PAST, most + 1)], vec![most + 1]),
+        (vec![(PART_PAST as u32, 3)], vec![1, 1, 1]),
+        (vec![(PART_PAST as u32 - 1, 3)], vec![3]),
+        (vec![(far, most)], vec![1; most]),
+        (vec![(far - 1, most)], vec![most]),
+        (vec![(2 * far, most + 1)], vec![most + 1]),
         // The second has no room beside the first; the third has.
-        (vec![(PART_PAST, most - 1), (PART_PAST, 2), (PART_PAST, 1)], [vec![1; most], vec![2]].concat()),
+        (vec![(far, most - 1), (far, 2), (far, 1)], [vec![1; most], vec![2]].concat()),
     ] {
         let mut layout = Layout::default();
         let batch = batch(&parts);
