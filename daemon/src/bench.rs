@@ -122,8 +122,17 @@ fn about(model: &Model, rig: &Rig) -> Row {
         kept("blocks", info.blocks),
         kept("max_model_len", info.max_model_len),
         kept("max_num_seqs", model.max_num_seqs),
+        kept("body_us", listed(&info.cost.body_us)),
+        kept("head_us", listed(&info.cost.head_us)),
+        kept("row_pair_us", Value::real(Some(info.cost.row_pair_us.into()), 6)),
+        kept("part_pair_us", Value::real(Some(info.cost.part_pair_us.into()), 6)),
         kept("load_ms", Value::real(Some(info.load_us as f64 / 1e3), 0)),
     ]
+}
+
+/// What the worker measured of its steps, by their sizes.
+fn listed(us: &[f32]) -> String {
+    us.iter().map(|us| format!("{us:.0}")).collect::<Vec<_>>().join(" ")
 }
 
 /// The rows so far. Each is on paper before the next begins.

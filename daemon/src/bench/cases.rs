@@ -343,10 +343,16 @@ impl Bench<'_> {
 /// Means of these steps; `step_ms` is from the end of one to the end of the next.
 fn steps(round: &Round, measured: &[usize], step_ms: Option<f64>, processor: Processor) -> Row {
     let compute: Vec<f64> = measured.iter().map(|step| round.steps[*step].compute_us as f64).collect();
+    let predicted = || measured.iter().map(|step| round.steps[*step].predicted_us as f64);
+    let wrong: Vec<f64> =
+        predicted().zip(&compute).map(|(predicted, compute)| (predicted - compute).abs()).collect();
+    let predicted: Vec<f64> = predicted().collect();
     let outside = mean(&compute).zip(step_ms).map(|(compute, step)| step * 1e3 - compute);
     vec![
         shown("steps", "steps", measured.len() as u64),
         shown("compute_us", "compute us", Value::real(mean(&compute), 0)),
+        kept("predicted_us", Value::real(mean(&predicted), 0)),
+        kept("misjudged_us", Value::real(mean(&wrong), 0)),
         shown("outside_us", "outside us", Value::real(outside, 0)),
         shown("engine_cpu_us", "engine CPU us", Value::real(processor.engine, 0)),
         shown("worker_cpu_us", "worker CPU us", Value::real(processor.worker, 0)),

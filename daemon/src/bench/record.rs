@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use pagedd_core::{FinishReason, RequestId};
+use pagedd_core::{FinishReason, RequestId, StepCost};
 use pagedd_engine::{EngineStats, Journal, Observer, StepRecord, Worker, WorkerLost, WorkersExhausted};
 use pagedd_sched::{AdmitError, SequenceSnapshot, StepOutput, StepPlan};
 use pagedd_wire::worker::DeviceStep;
@@ -23,6 +23,8 @@ pub struct Step {
     pub collected: Instant,
     /// Time that the worker reports.
     pub compute_us: u64,
+    /// Time that was predicted; 0 where nothing is known of it.
+    pub predicted_us: u64,
     /// Sequences in it.
     pub rows: u32,
     /// Every row is one token that is followed by a draw.
@@ -190,6 +192,7 @@ impl Record {
 /// A plan that is out.
 struct Submitted {
     at: Instant,
+    predicted_us: u64,
     rows: u32,
     decodes: bool,
 }
@@ -198,13 +201,14 @@ struct Submitted {
 pub struct Timed {
     worker: WorkerProcess,
     record: Arc<Record>,
+    cost: StepCost,
     out: VecDeque<Submitted>,
 }
 
 impl Timed {
-    /// Tells `record` of every step.
-    pub fn new(worker: WorkerProcess, record: Arc<Record>) -> Self {
-        Self { worker, record, out: VecDeque::new() }
+    /// Tells `record` of every step, and what it takes by `cost`.
+    pub fn new(worker: WorkerProcess, record: Arc<Record>, cost: StepCost) -> Self {
+        Self { worker, record, cost, out: VecDeque::new() }
     }
 }
 
@@ -213,16 +217,25 @@ impl Worker for Timed {
         let draws = |row: &pagedd_sched::Row| row.inputs.len() == 1 && row.samples.len() == 1;
         let (rows, decodes) = (plan.rows.len() as u32, plan.rows.iter().all(draws));
         self.record.round().begun += plan.begin.len() as u64;
-        self.out.push_back(Submitted { at: Instant::now(), rows, decodes });
+        let predicted_us = plan.predicted_us(&self.cost) as u64;
+        self.out.push_back(Submitted { at: Instant::now(), predicted_us, rows, decodes });
         self.worker.submit(plan)
     }
 
     fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
         let output = self.worker.collect()?;
         let collected = Instant::now();
-        if let Some(Submitted { at, rows, decodes }) = self.out.pop_front() {
+        if let Some(Submitted { at, predicted_us, rows, decodes }) = self.out.pop_front() {
             let (compute_us, device) = (output.compute_us, self.worker.device_step());
-            self.record.round().add(Step { submitted: at, collected, compute_us, rows, decodes, device });
+            self.record.round().add(Step {
+                submitted: at,
+                collected,
+                compute_us,
+                predicted_us,
+                rows,
+                decodes,
+                device,
+            });
         }
         Ok(output)
     }

@@ -308,9 +308,10 @@ fn run(
         Err(exhausted) => return drop(up.send(Err(exhausted.reason))),
     };
     let Loaded { scheduler, ledger } = model::load(&mut worker, model, &info, CACHE_KEY, &Seed::Fresh(None));
+    let cost = info.cost.into();
     drop(up.send(Ok((info, machine::this_thread()))));
     let config = model::engine_config(&worker);
-    let (worker, journal) = (Timed::new(worker, record.clone()), Counted(record));
+    let (worker, journal) = (Timed::new(worker, record.clone(), cost), Counted(record));
     let mut engine = Engine::new(config, commands, scheduler, worker, journal, Unobserved, Instant::now());
     if let Some((ledger, _)) = ledger {
         engine = engine.with_ledger(Box::new(ledger));

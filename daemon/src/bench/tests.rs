@@ -189,7 +189,7 @@ fn the_middle_and_the_ends_of_values_are_found_in_any_order() {
 
 fn step(at: Instant, ms: u64, rows: u32, decodes: bool) -> Step {
     let (submitted, collected) = (at + Duration::from_millis(ms), at + Duration::from_millis(ms + 1));
-    Step { submitted, collected, compute_us: 900, rows, decodes, device: None }
+    Step { submitted, collected, compute_us: 900, predicted_us: 0, rows, decodes, device: None }
 }
 
 #[test]
