@@ -50,6 +50,13 @@ impl StepPlan {
         Tokens(self.rows.iter().map(|row| row.inputs.len() as u32).sum())
     }
 
+    /// Whether parts of prompts are in it beside sequences that decode.
+    pub(crate) fn is_mixed(&self) -> bool {
+        let part = |row: &&Row| row.inputs.len() as u32 > 1 + row.drafts;
+        let parts = self.rows.iter().filter(part).count();
+        (1..self.rows.len()).contains(&parts)
+    }
+
     /// Predicted time of all rows, in microseconds; 0 where `cost` is not known.
     #[must_use]
     pub fn predicted_us(&self, cost: &StepCost) -> f32 {

@@ -9,7 +9,7 @@ use pagedd_wire::worker::DeviceStep;
 
 use super::load::Draw;
 use super::numbers::{mean, median, percentile};
-use super::options::{Foreign, Latency, RunOptions, SharedPrefix, Throughput};
+use super::options::{Latency, RunOptions, SharedPrefix, Strangers, Throughput};
 use super::record::{Goal, Round};
 use super::report::{Row, Value, kept, shown};
 use super::rig::{Asked, Moment, Processor, Rig};
@@ -186,8 +186,8 @@ impl Bench<'_> {
     ///
     /// # Errors
     /// As [`Bench::throughput`].
-    pub fn foreign(&mut self, case: &Foreign) -> anyhow::Result<Row> {
-        let Foreign { batch, input_len, output_len: output, foreign_len, foreign, .. } = *case;
+    pub fn foreign(&mut self, case: &Strangers) -> anyhow::Result<Row> {
+        let Strangers { batch, input_len, output_len: output, foreign_len, foreign, .. } = *case;
         let (budget, warmup) = (self.budget(), self.run.warmup);
         let seats = self.model.max_num_seqs;
         ensure!(

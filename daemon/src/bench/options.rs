@@ -30,7 +30,7 @@ pub enum Case {
     /// Requests per second where all prompts begin alike
     Prefix(SharedPrefix),
     /// Time per token of running sequences while another tenant's long prompt is computed, against that of before
-    Foreign(Foreign),
+    Foreign(Strangers),
 }
 
 impl Case {
@@ -160,7 +160,7 @@ pub struct SharedPrefix {
 
 /// Of `foreign`.
 #[derive(Args, Debug)]
-pub struct Foreign {
+pub struct Strangers {
     /// Sequences that run together
     #[arg(long, value_name = "N", default_value = "64", value_parser = count(MOST_SEATS - 1))]
     pub batch: u32,
