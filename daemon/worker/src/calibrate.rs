@@ -16,6 +16,8 @@ const SIZES: [u32; StepCost::SIZES.len()] = StepCost::SIZES;
 const PASSES: usize = 5;
 /// A larger model may take this many times what a single token takes, so that most sizes are measured once.
 const TOKENS: u32 = 40;
+/// But no longer than this: what is left then is extrapolated.
+const LONGEST: Duration = Duration::from_millis(900);
 /// Most tokens that are rows of their own; more are a part of a prompt.
 const MOST_ROWS: u32 = 32;
 /// Positions of the processor's private arena: more than caches near a core hold of any model worth measuring, little beside its weights.
@@ -103,11 +105,6 @@ impl Machine {
             Self::Processor => 250,
             Self::Gpu => 600,
         })
-    }
-
-    /// A large model may take longer, but no longer than this: what is left then is extrapolated.
-    fn longest(self) -> Duration {
-        Duration::from_millis(900)
     }
 
     /// Sizes that are measured, of tokens and of rows that are drawn from: logits are the largest scratch memory of all, and would stay.
@@ -202,8 +199,8 @@ pub fn measure<E>(
             // All sizes once in the first pass, as far as the model is not too slow for that.
             let tokens = times.expected(Probe::Body(0)) * TOKENS;
             let most = match machine {
-                Machine::Processor if pass == 0 => tokens.clamp(machine.usual(), machine.longest()),
-                Machine::Gpu if pass == 0 => machine.longest(),
+                Machine::Processor if pass == 0 => tokens.clamp(machine.usual(), LONGEST),
+                Machine::Gpu if pass == 0 => LONGEST,
                 Machine::Processor | Machine::Gpu => machine.usual(),
             };
             if start.elapsed() + times.expected(probe) > most {
