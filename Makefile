@@ -19,7 +19,7 @@ demo: ## Serve a real model to two tenants, chat with both, compare with the ref
 	@KEEP="$(KEEP)" scripts/demo.sh
 
 .PHONY: test
-test: tools fmt-check lint doc deny model cuda-kernels build-dev ## Everything that must hold: format, lints, documentation, licences, every test
+test: tools fmt-check lint doc deny model build-dev cuda-kernels ## Everything that must hold: format, lints, documentation, licences, every test
 	@$(MAKE) --no-print-directory run-tests
 
 .PHONY: model
@@ -123,12 +123,13 @@ cuda-toolchain: ## Fetch the compiler for GPU kernels (no root, no GPU; 271 MB, 
 gpu-bundle: tools cuda-toolchain model ## One folder that checks and measures on a bare GPU host, into target/gpu-bundle (scripts/gpu_bundle.sh says more)
 	@scripts/gpu_bundle.sh $(ARGS)
 
+# Of the whole workspace, so that dependencies are those of the other targets and are not built again.
+CUDA := --workspace --features pagedd-kernels/cuda,pagedd-worker/cuda
 .PHONY: cuda-kernels
 cuda-kernels: tools cuda-toolchain ## Compile the GPU kernels; lints and tests of the GPU side that need no GPU
-	cargo clippy --locked --package pagedd-kernels --package pagedd-worker --features pagedd-kernels/cuda,pagedd-worker/cuda --all-targets -- -D warnings
-	RUSTDOCFLAGS='-D warnings' cargo doc --locked --package pagedd-kernels --package pagedd-worker --features pagedd-kernels/cuda,pagedd-worker/cuda --no-deps --document-private-items
-	cargo test --locked --package pagedd-kernels --features cuda --lib cuda
-	cargo test --locked --package pagedd-worker --features cuda --lib gpu
+	cargo clippy --locked $(CUDA) --all-targets -- -D warnings
+	RUSTDOCFLAGS='-D warnings' cargo doc --locked $(CUDA) --no-deps --document-private-items
+	cargo test --locked $(CUDA) $(POINTS) --lib -- cuda gpu
 
 .PHONY: fmt
 fmt: tools ## Format the sources

@@ -39,7 +39,12 @@ flock 9
   "$target/release/examples/pagedd_pages" "$pages"
   gzip -9 --no-name "$pages"/*.[158]
   python3 scripts/third_party.py "$pages/third-party.txt.gz"
-  made=$("$deb" deb --locked --no-build --strip --quiet --package pagedd --output "$target/debian/" | tail -n 1)
+  # Whoever finds a package finds a whole one that was checked.
+  making=$target/debian/making
+  rm -rf "$making"
+  made=$("$deb" deb --locked --no-build --strip --quiet --package pagedd --output "$making/" | tail -n 1)
   python3 scripts/deb_check.py "$made"
+  mv -f "$made" "$target/debian/"
+  rmdir "$making"
 } >&2
-printf '%s\n' "$made"
+printf '%s\n' "$target/debian/${made##*/}"

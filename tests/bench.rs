@@ -87,6 +87,19 @@ fn a_throughput_run_counts_every_token_and_writes_what_it_prints() {
 }
 
 #[test]
+fn a_throughput_run_of_mixed_lengths_sends_all_of_them() {
+    let place = Place::new();
+    let options = "--requests 5 --input-len 10..100 --output-len 2..32 --warmup 3";
+    let (rows, text) = place.rows("throughput", options);
+    // Middles of fifths of 10..100 and of 2..32, by the logarithm.
+    let (inputs, outputs) = ([13, 20, 32, 50, 79], [3, 5, 8, 14, 24]);
+    let sum: u32 = inputs.iter().chain(&outputs).sum();
+    assert_eq!(rows[0]["total_num_tokens"], sum, "{text}");
+    assert_eq!((&rows[0]["input_len"], &rows[0]["output_len"]), (&"10..100".into(), &"2..32".into()));
+    assert!(rows[0]["joules_per_output_token"].is_null(), "it runs on no GPU: {text}");
+}
+
+#[test]
 fn a_latency_run_has_a_row_for_each_batch_and_leaves_the_warm_up_out() {
     let place = Place::new();
     let (rows, text) = place.rows("latency", "--batch 1,5 --input-len 8..64 --output-len 16 --warmup 4");

@@ -6,6 +6,8 @@ use std::io;
 use std::path::Path;
 
 use clap_complete::Shell;
+use clap_mangen::Man;
+use clap_mangen::roff::{Roff, bold, roman};
 
 fn main() -> io::Result<()> {
     let mut args = std::env::args_os().skip(1);
@@ -14,7 +16,9 @@ fn main() -> io::Result<()> {
     };
     let folder = Path::new(&folder);
     std::fs::create_dir_all(folder)?;
-    clap_mangen::generate_to(pagedctl::command().disable_help_subcommand(true), folder)?;
+    let mut command = pagedctl::command().disable_help_subcommand(true);
+    command.build();
+    pages(&command, folder)?;
     for (shell, name) in
         [(Shell::Bash, "pagedctl.bash"), (Shell::Zsh, "_pagedctl"), (Shell::Fish, "pagedctl.fish")]
     {
@@ -23,4 +27,18 @@ fn main() -> io::Result<()> {
         std::fs::write(folder.join(name), script)?;
     }
     Ok(())
+}
+
+/// The page of a command, and those of its own.
+fn pages(command: &clap::Command, folder: &Path) -> io::Result<()> {
+    let page = Man::new(command.clone());
+    let mut text = Vec::new();
+    page.render(&mut text)?;
+    let mut others = Roff::new();
+    others.control("SH", ["SEE ALSO"]);
+    let [own, daemon, settings] = ["pagedctl", "pagedd", "pagedd.yaml"].map(bold);
+    others.text([own, roman("(1), "), daemon, roman("(8), "), settings, roman("(5)")]);
+    others.to_writer(&mut text)?;
+    std::fs::write(folder.join(page.get_filename()), text)?;
+    command.get_subcommands().try_for_each(|command| pages(command, folder))
 }

@@ -41,8 +41,20 @@ fn pages(command: &clap::Command, folder: &Path) -> io::Result<()> {
     let page = Man::new(command.clone()).title(name.clone()).section("8");
     let mut text = Vec::new();
     page.render(&mut text)?;
+    let mut others = Roff::new();
+    see_also(&mut others, &[("pagedd.yaml", "5"), ("pagedctl", "1")]);
+    others.to_writer(&mut text)?;
     fs::write(folder.join(format!("{name}.8")), text)?;
     command.get_subcommands().try_for_each(|command| pages(command, folder))
+}
+
+fn see_also(page: &mut Roff, others: &[(&str, &str)]) {
+    page.control("SH", ["SEE ALSO"]);
+    let each = others.iter().enumerate().flat_map(|(i, (name, section))| {
+        let end = if i + 1 < others.len() { ", " } else { "" };
+        [bold(*name), roman(format!("({section}){end}"))]
+    });
+    page.text(each.collect::<Vec<_>>());
 }
 
 /// pagedd.yaml(5): the file that is shipped explains itself.
@@ -68,7 +80,6 @@ fn settings() -> String {
         page.text([roman(line)]);
     }
     page.control("fi", []);
-    page.control("SH", ["SEE ALSO"]);
-    page.text([bold("pagedd"), roman("(8), "), bold("pagedctl"), roman("(1)")]);
+    see_also(&mut page, &[("pagedd", "8"), ("pagedctl", "1")]);
     page.render()
 }

@@ -2,27 +2,25 @@
 #include "common.cuh"
 
 struct SiluArgs {
-    const void* gate_up; // [rows][2 ffn]: gate, then up
-    void* out;           // [rows][ffn]
-    uint64_t packs;      // rows * ffn / 8
-    uint32_t row_packs;  // ffn / 8
+    const void* gate_up;  // [rows][2 ffn]: gate, then up
+    void* out;            // [rows][ffn]
+    uint32_t row_packs;   // ffn / 8
+    uint32_t row_blocks;  // thread blocks for a row: grid = rows * row_blocks
 };
 
-// out = gate / (1 + exp(-gate)) * up
+// out = gate / (1 + exp(-gate)) * up, a pack a thread.
 template <class T> __device__ __forceinline__ void silu_mul(const SiluArgs& a) {
-    const uint64_t step = uint64_t(gridDim.x) * blockDim.x;
-    for (uint64_t pack = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; pack < a.packs; pack += step) {
-        const uint64_t row = pack / a.row_packs, at = row * 2 * a.row_packs + pack % a.row_packs;
-        const Pack<T> gate = load(static_cast<const T*>(a.gate_up), at);
-        const Pack<T> up = load(static_cast<const T*>(a.gate_up), at + a.row_packs);
-        Pack<T> out;
+    const uint32_t row = blockIdx.x / a.row_blocks, pack = blockIdx.x % a.row_blocks * blockDim.x + threadIdx.x;
+    if (pack >= a.row_packs) return;
+    const T* gates = static_cast<const T*>(a.gate_up) + size_t(row) * a.row_packs * 2 * Pack<T>::SIZE;
+    const Pack<T> gate = load(gates, pack), up = load(gates, pack + a.row_packs);
+    Pack<T> out;
 #pragma unroll
-        for (unsigned j = 0; j < Pack<T>::SIZE; ++j) {
-            const float x = to_f32(gate.at[j]);
-            out.at[j] = from_f32<T>(x / (1.0f + __expf(-x)) * to_f32(up.at[j]));
-        }
-        store(static_cast<T*>(a.out), pack, out);
+    for (unsigned j = 0; j < Pack<T>::SIZE; ++j) {
+        const float x = to_f32(gate.at[j]);
+        out.at[j] = from_f32<T>(__fdividef(x, 1.0f + __expf(-x)) * to_f32(up.at[j]));
     }
+    store(static_cast<T*>(a.out) + size_t(row) * a.row_packs * Pack<T>::SIZE, pack, out);
 }
 FOR_ELEMENTS(silu_mul, SiluArgs)
 

@@ -64,6 +64,7 @@ group() {
         else
           echo "== $name: left out, there is no python3"
         fi ;;
+      hf) run "$name" "$seconds" python3 bench/gpu_hf.py --results "$results" "${words[@]:1}" --json "$results/$name.json" ;;
       ./*) if [ -x "${words[0]}" ]; then run "$name" "$seconds" "${words[@]}"; else echo "== $name: ${words[0]} is not in this bundle"; fi ;;
       *) run "$name" "$seconds" "${words[@]}" ;;
     esac

@@ -168,7 +168,7 @@ fn check_tensor(tensor: &TensorInfo, expected: [usize; 2]) -> Result<(), Fault> 
 
 /// A missing tensor, named as the file would name it.
 fn missing(tensors: &[TensorInfo], role: TensorRole) -> Fault {
-    let hf = tensors.first().is_some_and(|t| t.name == t.role.hf_name());
+    let hf = tensors.iter().any(|t| t.name == t.role.hf_name());
     let name = if hf { role.hf_name() } else { role.gguf_name() };
     Fault::malformed(name, "the tensor is missing")
 }

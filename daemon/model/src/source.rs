@@ -45,6 +45,21 @@ pub(crate) struct Parts {
     pub header: blake3::Hash,
 }
 
+/// A stretch of a file that weights are read from.
+pub(crate) struct Span<'a> {
+    pub name: &'a str,
+    pub file: usize,
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+impl<'a> Span<'a> {
+    /// Of a tensor that is in the file as it is read.
+    pub(crate) fn of(tensor: &'a TensorInfo) -> Self {
+        Self { name: &tensor.name, file: tensor.file, offset: tensor.offset, bytes: tensor.bytes }
+    }
+}
+
 impl ModelSource {
     /// Opens a GGUF file, or a directory with `config.json` and safetensors: told apart by content. A path that begins with `synthetic:`
     /// names no file, but the shape of a published model, whose weights are random; a wrong name is answered with those that are known.
@@ -65,9 +80,13 @@ impl ModelSource {
         };
         let Parts { files, config, mut tensors, header } = parts;
         tensors.sort_by_key(|t| (t.file, t.offset));
-        // Without files, the header says all.
-        let sampled = if files.is_empty() { &[][..] } else { &tensors };
-        let digest = digest(&files, sampled, header)?;
+        let spans: Vec<_> = match &text {
+            Text::Gguf(_) => tensors.iter().map(Span::of).collect(),
+            Text::Directory(directory) => tensors.iter().flat_map(|tensor| directory.spans(tensor)).collect(),
+            // The header says all.
+            Text::Synthetic(_) => Vec::new(),
+        };
+        let digest = digest(&files, &spans, header)?;
         Ok(Self { text, files, config, tensors, digest })
     }
 
@@ -96,8 +115,10 @@ impl ModelSource {
 
     /// Reads the rows `[rows.start, rows.end)` into `dst`, which has exactly their bytes.
     ///
+    /// Matrices of AWQ and GPTQ checkpoints are converted meanwhile, which takes about half a megabyte beside `dst`.
+    ///
     /// # Errors
-    /// As [`read`](Self::read); rows outside the tensor.
+    /// As [`read`](Self::read); rows outside the tensor; a scale that half precision does not hold.
     pub fn read_rows(
         &self,
         tensor: &TensorInfo,
@@ -111,13 +132,16 @@ impl ModelSource {
                 format!("rows {rows:?} of {} do not fill a buffer of {} bytes", tensor.rows, dst.len());
             return Err(Fault::unsupported(&tensor.name, problem).at(&self.path_of(tensor)));
         }
-        let file = match &self.text {
-            Text::Synthetic(synthetic) => {
-                synthetic.fill(tensor, rows, dst);
-                return Ok(());
-            }
-            Text::Gguf(_) | Text::Directory(_) => &self.files[tensor.file.min(self.files.len() - 1)],
-        };
+        if let Text::Synthetic(synthetic) = &self.text {
+            synthetic.fill(tensor, rows, dst);
+            return Ok(());
+        }
+        if let Text::Directory(directory) = &self.text
+            && let Some(read) = directory.read_packed(tensor, &self.files, rows.clone(), dst)
+        {
+            return read.map_err(|fault| fault.at(&self.path_of(tensor)));
+        }
+        let file = &self.files[tensor.file.min(self.files.len() - 1)];
         let offset =
             (rows.start as u64).checked_mul(row_bytes as u64).and_then(|o| o.checked_add(tensor.offset));
         file.read_at(offset.unwrap_or(u64::MAX), dst, &tensor.name).map_err(|fault| fault.at(&file.path))
@@ -174,11 +198,7 @@ impl ModelSource {
     }
 }
 
-fn digest(
-    files: &[SourceFile],
-    tensors: &[TensorInfo],
-    header: blake3::Hash,
-) -> Result<[u8; 16], ModelError> {
+fn digest(files: &[SourceFile], spans: &[Span<'_>], header: blake3::Hash) -> Result<[u8; 16], ModelError> {
     const SAMPLE: u64 = 4 << 10;
     let mut hasher = blake3::Hasher::new_derive_key("pagedd model digest 1");
     hasher.update(header.as_bytes());
@@ -186,12 +206,12 @@ fn digest(
         hasher.update(&file.len.to_le_bytes());
     }
     let mut buffer = [0; SAMPLE as usize];
-    for tensor in tensors {
-        let file = &files[tensor.file];
-        let length = tensor.bytes.min(SAMPLE);
-        for offset in [tensor.offset, tensor.offset + tensor.bytes - length] {
+    for &Span { name, file, offset, bytes } in spans {
+        let file = &files[file];
+        let length = bytes.min(SAMPLE);
+        for offset in [offset, offset + bytes - length] {
             let sample = &mut buffer[..length as usize];
-            file.read_at(offset, sample, &tensor.name).map_err(|fault| fault.at(&file.path))?;
+            file.read_at(offset, sample, name).map_err(|fault| fault.at(&file.path))?;
             hasher.update(sample);
         }
     }

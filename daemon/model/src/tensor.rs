@@ -181,13 +181,14 @@ impl fmt::Display for TensorRole {
 
 /// A tensor of a model file.
 ///
-/// Having one from [`ModelSource::tensors`](crate::ModelSource::tensors) tells you: its bytes lie inside the file as it was
-/// when opened, overlap no other tensor, and are `rows` times the bytes of a row. It does not tell you that they are finite.
+/// Having one from [`ModelSource::tensors`](crate::ModelSource::tensors) tells you: what it is read from lies inside the file as it was
+/// when opened and overlaps no other tensor, and its bytes are `rows` times the bytes of a row. It does not tell you that they are finite.
+/// A matrix that an AWQ or GPTQ checkpoint has in several tensors is one of type `Q4_1`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TensorInfo {
     /// What it is for.
     pub role: TensorRole,
-    /// Its name in the file.
+    /// Its name in the file; of several tensors, that of the codes.
     pub name: String,
     /// Element type.
     pub ty: TensorType,
@@ -195,7 +196,7 @@ pub struct TensorInfo {
     pub rows: usize,
     /// Inputs of a matrix; elements of a vector. A whole number of the type's blocks.
     pub columns: usize,
-    /// Bytes in the file.
+    /// Bytes as it is read.
     pub bytes: u64,
     /// Which of the source's files.
     pub(crate) file: usize,

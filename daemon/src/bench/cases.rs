@@ -36,16 +36,23 @@ impl Bench<'_> {
     /// An option does not fit the model, or the run failed.
     pub fn throughput(&mut self, case: &Throughput) -> anyhow::Result<Row> {
         let Throughput { requests, choices, input_len, output_len, .. } = *case;
-        self.check_length("--input-len and --output-len", input_len, output_len)?;
-        self.warm_up(input_len, requests)?;
-        let prompts = (0..requests).map(|_| self.tokens(input_len)).collect();
-        let asked = Asked { choices, ..self.asked(prompts, output_len) };
+        self.check_length("--input-len and --output-len", input_len.most, output_len.most)?;
+        self.warm_up(input_len.most, requests)?;
+        let [inputs, outputs] = [input_len, output_len].map(|lengths| {
+            let mut each = lengths.spread(requests);
+            if lengths.least < lengths.most {
+                self.draw.shuffle(&mut each);
+            }
+            each
+        });
+        let lengths = inputs.into_iter().zip(outputs);
+        let asked = lengths.map(|(input, output)| Asked { choices, ..self.asked(input, output) }).collect();
         let mut row = vec![
             shown("num_requests", "requests", requests),
             kept("choices", choices),
             shown("max_num_seqs", "batch", self.model.max_num_seqs),
-            shown("input_len", "in", input_len),
-            shown("output_len", "out", output_len),
+            shown("input_len", "in", input_len.to_string()),
+            shown("output_len", "out", output_len.to_string()),
         ];
         row.extend(self.all_at_once(asked)?);
         Ok(row)
@@ -61,8 +68,11 @@ impl Bench<'_> {
         self.check_length(options, prefix_len.saturating_add(suffix_len), output_len)?;
         self.warm_up(prefix_len + suffix_len, requests)?;
         let prefix = self.tokens(prefix_len);
-        let prompts = (0..requests).map(|_| [prefix.clone(), self.tokens(suffix_len)].concat()).collect();
-        let asked = self.asked(prompts, output_len);
+        let asked = (0..requests).map(|_| {
+            let suffix = self.asked(suffix_len, output_len);
+            Asked { prompt: [prefix.as_slice(), &suffix.prompt].concat(), ..suffix }
+        });
+        let asked = asked.collect();
         let mut row = vec![
             shown("num_requests", "requests", requests),
             shown("max_num_seqs", "batch", self.model.max_num_seqs),
@@ -74,10 +84,10 @@ impl Bench<'_> {
         Ok(row)
     }
 
-    fn all_at_once(&mut self, asked: Asked) -> anyhow::Result<Row> {
-        let requests = asked.prompts.len() as u64;
-        let sequences = requests * u64::from(asked.choices);
-        let prompts: u64 = asked.prompts.iter().map(|(prompt, _)| prompt.len() as u64).sum();
+    fn all_at_once(&mut self, asked: Vec<Asked>) -> anyhow::Result<Row> {
+        let requests = asked.len() as u64;
+        let sequences: u64 = asked.iter().map(|asked| u64::from(asked.choices)).sum();
+        let prompts: u64 = asked.iter().map(|asked| asked.prompt.len() as u64).sum();
         let before = self.rig.moment();
         let start = self.rig.begin(asked)?;
         self.rig.wait(Goal::Ended)?;
@@ -85,6 +95,9 @@ impl Bench<'_> {
         let round = self.rig.round();
         let end = round.last.unwrap_or(start);
         let seconds = end.duration_since(start).as_secs_f64();
+        // Of the whole card, its idle part included.
+        let watts = self.rig.gpu.as_ref().and_then(|gpu| gpu.mean_watts(start, end));
+        let joules = watts.map(|watts| watts * seconds / round.tokens as f64);
         let rate = |count: u64| Value::real(Some(count as f64 / seconds), 1);
         let first = round.steps.first().map_or(start, |step| step.submitted);
         let busy = round.steps.last().map_or(start, |step| step.collected).duration_since(first);
@@ -100,6 +113,7 @@ impl Bench<'_> {
             kept("total_num_tokens", prompts + round.tokens),
             shown("cached_tokens", "cached", round.cached),
             kept("preemptions", round.begun.saturating_sub(sequences)),
+            shown("joules_per_output_token", "J/token", Value::real(joules, 3)),
             kept("step_ms_p50", Value::real(median(&intervals), 4)),
             kept("step_ms_p99", Value::real(percentile(&intervals, 0.99), 4)),
             shown("step_ms", "step ms", Value::real(step_ms, 3)),
@@ -136,8 +150,7 @@ impl Bench<'_> {
         );
 
         self.warm_up(longest, batch)?;
-        let prompts = lengths.iter().map(|length| self.tokens(*length)).collect();
-        let asked = self.asked(prompts, tokens);
+        let asked = lengths.iter().map(|length| self.asked(*length, tokens)).collect();
         let start = self.rig.begin(asked)?;
         self.rig.wait(Goal::Steady(warmup.max(1) as usize))?;
         let before = self.rig.moment();
@@ -281,9 +294,8 @@ impl Bench<'_> {
         let seats = requests.min(self.model.max_num_seqs).min(self.budget());
         let full = self.budget().div_ceil(input).min(seats);
         let length = |i| if i < full { input } else { SHORT.min(input) };
-        let prompts = (0..seats).map(|i| self.tokens(length(i))).collect();
         let room = self.rig.info.max_model_len - input;
-        let asked = self.asked(prompts, self.run.warmup.min(room));
+        let asked = (0..seats).map(|i| self.asked(length(i), self.run.warmup.min(room))).collect();
         self.rig.begin(asked)?;
         self.rig.wait(Goal::Ended)
     }
@@ -292,10 +304,10 @@ impl Bench<'_> {
         self.draw.tokens(count, self.rig.info.vocab_size)
     }
 
-    fn asked(&mut self, prompts: Vec<Vec<TokenId>>, tokens: u32) -> Asked {
-        let temperature = self.run.temperature;
-        let prompts = prompts.into_iter().map(|prompt| (prompt, self.draw.sampling(temperature))).collect();
-        Asked { prompts, choices: 1, tokens }
+    /// A request with a prompt of `input` tokens.
+    fn asked(&mut self, input: u32, tokens: u32) -> Asked {
+        let prompt = self.tokens(input);
+        Asked { prompt, sampling: self.draw.sampling(self.run.temperature), choices: 1, tokens }
     }
 
     /// Names the options where a sequence would be too long.
@@ -336,6 +348,7 @@ impl Bench<'_> {
         vec![
             shown("gpu_watts", "W", Value::real(sample.map(|sample| sample.watts), 0)),
             shown("gpu_sm_mhz", "SM MHz", Value::real(sample.map(|sample| sample.mhz), 0)),
+            kept("gpu_memory_used_share", Value::real(sample.map(|sample| sample.memory_used), 4)),
         ]
     }
 }

@@ -27,6 +27,13 @@ impl Draw {
         (0..count).map(token).collect()
     }
 
+    /// Puts values into an order of its own.
+    pub fn shuffle<T>(&mut self, values: &mut [T]) {
+        for last in (1..values.len()).rev() {
+            values.swap(last, (self.next() % (last as u64 + 1)) as usize);
+        }
+    }
+
     /// How one request's tokens are drawn.
     pub fn sampling(&mut self, temperature: f32) -> SamplingParams {
         let penalties = Penalties::NONE;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-use super::numbers::median;
+use super::numbers::{mean, median};
 
 /// Processor time of threads so far, in nanoseconds, by their numbers.
 pub type Times = BTreeMap<u32, u64>;
@@ -50,12 +50,19 @@ pub struct Sample {
     pub watts: f64,
     /// Clock of its multiprocessors.
     pub mhz: f64,
+    /// Share of its memory that is in use, by whomever.
+    pub memory_used: f64,
 }
 
-/// A line of `nvidia-smi --query-gpu=power.draw,clocks.sm --format=csv,noheader,nounits`.
+/// What `nvidia-smi` is asked for.
+const QUERY: &str = "--query-gpu=power.draw,clocks.sm,memory.used,memory.total";
+
+/// A line of `nvidia-smi QUERY --format=csv,noheader,nounits`.
 pub fn sample(line: &str) -> Option<Sample> {
-    let (watts, mhz) = line.split_once(',')?;
-    Some(Sample { watts: watts.trim().parse().ok()?, mhz: mhz.trim().parse().ok()? })
+    let numbers = line.split(',').map(|number| number.trim().parse().ok());
+    let numbers: Vec<f64> = numbers.collect::<Option<_>>()?;
+    let [watts, mhz, used, total] = numbers[..] else { return None };
+    Some(Sample { watts, mhz, memory_used: used / total })
 }
 
 /// Most samples that are kept: of hours.
@@ -71,7 +78,7 @@ pub struct GpuWatch {
 impl GpuWatch {
     /// `None` where the program is not there.
     pub fn start(ordinal: u32) -> Option<Self> {
-        let arguments = ["--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits", "-lms", "200"];
+        let arguments = [QUERY, "--format=csv,noheader,nounits", "-lms", "200"];
         let mut command = Command::new("nvidia-smi");
         command.args(arguments).args(["-i", &ordinal.to_string()]);
         let output = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
@@ -86,11 +93,23 @@ impl GpuWatch {
 
     /// Medians of the time between the two.
     pub fn between(&self, from: Instant, to: Instant) -> Option<Sample> {
+        let of = |field: fn(&Sample) -> f64| median(&self.all(from, to, field));
+        Some(Sample {
+            watts: of(|sample| sample.watts)?,
+            mhz: of(|sample| sample.mhz)?,
+            memory_used: of(|sample| sample.memory_used)?,
+        })
+    }
+
+    /// Mean power of the time between the two.
+    pub fn mean_watts(&self, from: Instant, to: Instant) -> Option<f64> {
+        mean(&self.all(from, to, |sample| sample.watts))
+    }
+
+    fn all(&self, from: Instant, to: Instant, field: fn(&Sample) -> f64) -> Vec<f64> {
         let samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
-        let within = || samples.iter().filter(|(at, _)| (from..=to).contains(at)).map(|(_, sample)| sample);
-        let watts = median(&within().map(|sample| sample.watts).collect::<Vec<_>>())?;
-        let mhz = median(&within().map(|sample| sample.mhz).collect::<Vec<_>>())?;
-        Some(Sample { watts, mhz })
+        let within = samples.iter().filter(|(at, _)| (from..=to).contains(at));
+        within.map(|(_, sample)| field(sample)).collect()
     }
 }
 

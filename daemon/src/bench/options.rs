@@ -101,12 +101,12 @@ pub struct Throughput {
     /// Answers to each prompt
     #[arg(long, value_name = "N", default_value = "1", value_parser = count(MOST_CHOICES))]
     pub choices: u32,
-    /// Tokens of a prompt
-    #[arg(long, value_name = "N", default_value = "512", value_parser = count(MOST_TOKENS))]
-    pub input_len: u32,
-    /// Tokens of an answer
-    #[arg(long, value_name = "N", default_value = "128", value_parser = count(MOST_TOKENS))]
-    pub output_len: u32,
+    /// Tokens of a prompt; `128..2048` spreads them evenly by their logarithm, in an order that is drawn
+    #[arg(long, value_name = "N|N..N", default_value = "512")]
+    pub input_len: Lengths,
+    /// Tokens of an answer, or two numbers as for prompts
+    #[arg(long, value_name = "N|N..N", default_value = "128")]
+    pub output_len: Lengths,
     /// Which model.
     #[command(flatten)]
     pub model: ModelOptions,
@@ -237,7 +237,7 @@ fn temperature(text: &str) -> Result<f32, &'static str> {
     if (0.0..=2.0).contains(&value) { Ok(value) } else { Err(wrong) }
 }
 
-/// Lengths of prompts.
+/// Lengths of prompts or answers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Lengths {
     /// The shortest, at least 1.
@@ -269,7 +269,7 @@ impl fmt::Display for Lengths {
 }
 
 impl Lengths {
-    /// The lengths of `count` prompts: the middles of as many equal parts of the range, by the logarithm.
+    /// `count` lengths: the middles of as many equal parts of the range, by the logarithm.
     pub fn spread(self, count: u32) -> Vec<u32> {
         let (least, ratio) = (f64::from(self.least), f64::from(self.most) / f64::from(self.least));
         let middle = |i| (f64::from(i) + 0.5) / f64::from(count);

@@ -75,11 +75,13 @@ pub struct Processor {
     pub worker_thread: Option<f64>,
 }
 
-/// What is asked of an engine at once.
+/// A request.
 pub struct Asked {
-    /// A request each.
-    pub prompts: Vec<(Vec<TokenId>, SamplingParams)>,
-    /// Answers to each.
+    /// Its prompt.
+    pub prompt: Vec<TokenId>,
+    /// How tokens are drawn.
+    pub sampling: SamplingParams,
+    /// Answers to it.
     pub choices: u32,
     /// Tokens of each answer.
     pub tokens: u32,
@@ -167,19 +169,19 @@ impl Rig {
     ///
     /// # Errors
     /// The engine has ended.
-    pub fn begin(&mut self, asked: Asked) -> anyhow::Result<Instant> {
+    pub fn begin(&mut self, asked: Vec<Asked>) -> anyhow::Result<Instant> {
         thread::sleep(SETTLED);
-        self.sent = self.next..self.next + asked.prompts.len() as u64;
+        self.sent = self.next..self.next + asked.len() as u64;
         self.next = self.sent.end;
-        self.record.begin(self.sent.start, asked.prompts.len());
-        let requests = self.sent.clone().zip(asked.prompts).map(|(number, (prompt, sampling))| NewRequest {
+        self.record.begin(self.sent.start, asked.len());
+        let requests = self.sent.clone().zip(asked).map(|(number, asked)| NewRequest {
             id: id(number),
             tenant: TENANT,
-            prompt,
+            prompt: asked.prompt,
             n: asked.choices,
             max_tokens: Tokens(asked.tokens),
             stop_ids: Vec::new(),
-            sampling,
+            sampling: asked.sampling,
         });
         let submissions: Vec<_> =
             requests.map(|request| Box::new(Submission { request, ticket: () })).collect();

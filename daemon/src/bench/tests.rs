@@ -8,6 +8,7 @@ use pagedd_sched::{Emitted, Ended, Finished};
 use pagedd_wire::worker::DeviceStep;
 
 use super::cases::device;
+use super::load::Draw;
 use super::machine::{Sample, process_times, sample, taken, this_thread, thread_time};
 use super::numbers::{mean, median, percentile};
 use super::options::{Case, Lengths, Options, Switch};
@@ -172,6 +173,16 @@ fn mixed_lengths_are_spread_evenly_by_their_logarithm() {
 }
 
 #[test]
+fn an_order_is_drawn_that_has_every_value_once() {
+    let values: Vec<u32> = (0..100).collect();
+    let mut drawn = values.clone();
+    Draw::new(1).shuffle(&mut drawn);
+    assert_ne!(drawn, values);
+    drawn.sort_unstable();
+    assert_eq!(drawn, values);
+}
+
+#[test]
 fn the_middle_and_the_ends_of_values_are_found_in_any_order() {
     let close = |found: Option<f64>, expected: f64| {
         assert!(found.is_some_and(|found| (found - expected).abs() < 1e-9), "{found:?} {expected}");
@@ -333,8 +344,10 @@ fn a_row_has_the_same_figures_for_people_and_for_programs() {
 
 #[test]
 fn lines_of_the_gpu_are_read_and_what_is_no_number_is_left_out() {
-    assert_eq!(sample("312.45, 1605"), Some(Sample { watts: 312.45, mhz: 1605.0 }));
-    assert_eq!(sample("[N/A], 1605"), None);
+    let found = Some(Sample { watts: 312.45, mhz: 1605.0, memory_used: 0.25 });
+    assert_eq!(sample("312.45, 1605, 1024, 4096"), found);
+    assert_eq!(sample("[N/A], 1605, 1024, 4096"), None);
+    assert_eq!(sample("312.45, 1605"), None);
     assert_eq!(sample("power.draw"), None);
 }
 

@@ -34,6 +34,13 @@ impl Fit {
             );
             not_enforced.push(line);
         }
+        if let Some(cpus) = applied.cpus_below_max {
+            let line = format!(
+                "{}: more than the CPUs that there are, {cpus}, so that it holds nothing up; without `%` a number is one of CPUs",
+                LimitName::CpuMax
+            );
+            not_enforced.push(line);
+        }
         not_enforced.extend(applied.failed.iter().map(|(name, error)| match error {
             CgroupError::Limit { .. } => error.to_string(),
             _ => format!("{name}: {error}"),

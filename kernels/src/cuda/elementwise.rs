@@ -27,11 +27,10 @@ fn strided(stream: &Stream, packs: usize) -> Grid {
 struct SiluArgs {
     gate_up: u64,
     out: u64,
-    packs: u64,
     row_packs: u32,
-    unused: u32,
+    row_blocks: u32,
 }
-// SAFETY: the fields of SiluArgs in elementwise.cu; the last is its padding.
+// SAFETY: the fields of SiluArgs in elementwise.cu.
 unsafe impl Params for SiluArgs {}
 
 /// `out = silu(gate) * up`: `gate_up` is `[rows][2 ffn]`, gate before up, `out` `[rows][ffn]`. In single precision, rounded once.
@@ -49,17 +48,19 @@ pub fn silu_mul<T: Half>(
     if rows == 0 {
         return Ok(());
     }
-    let packs = out.len() / PACK;
+    let row_packs = ffn / PACK;
+    let row_blocks = row_packs.div_ceil(THREADS);
     let params = SiluArgs {
         gate_up: gate_up.address(),
         out: out.address(),
-        packs: packs as u64,
-        row_packs: (ffn / PACK) as u32,
-        unused: 0,
+        row_packs: row_packs as u32,
+        row_blocks: row_blocks as u32,
     };
+    let all = blocks("rows", product("activation output", &[rows, row_blocks])?)?;
+    let grid = Grid { blocks: (all, 1), threads: THREADS as u32, shared: 0 };
     let kernel = &stream.device().kernels().silu_mul[T::INDEX];
-    // SAFETY: pack `i < packs` of `out`, and the two packs of its row in `gate_up`, which is twice as long.
-    unsafe { launch(stream, kernel, "SiLU", strided(stream, packs), params) }
+    // SAFETY: of row `i < rows`, packs below `row_packs` of `out`, and the two packs of each in `gate_up`, which is twice as long.
+    unsafe { launch(stream, kernel, "SiLU", grid, params) }
 }
 
 /// Where a token of a step comes from.

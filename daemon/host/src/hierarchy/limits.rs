@@ -42,6 +42,8 @@ pub struct Applied {
     pub failed: Vec<(LimitName, CgroupError)>,
     /// CPUs that were asked for and are offline, or not the daemon's.
     pub left_out: CpuList,
+    /// So many CPUs there are, and `cpu.max` gives more: it holds nothing up.
+    pub cpus_below_max: Option<usize>,
 }
 
 /// A limit is below what is in use: the kernel would kill, stall or refuse the gateway at once.
@@ -119,7 +121,16 @@ impl Cgroup {
             };
             applied.failed.extend(put.err().map(|error| (name, error)));
         }
+        applied.cpus_below_max = self.cpus_below(limits.cpu_max);
         applied
+    }
+
+    /// How many CPUs there are, where that is known and `most` is more than all their time.
+    fn cpus_below(&self, most: Limit<CpuTime>) -> Option<usize> {
+        let time = most.at()?;
+        let cpus = self.effective_cpus().ok()?.count();
+        let all = CpuTime::PERIOD_US * cpus as u64;
+        (time.quota_us() > all).then_some(cpus)
     }
 
     /// Those of the CPUs that tenants may have; `None` is all of them, and what a host without cpusets gives.

@@ -273,6 +273,17 @@ fn bug_39_cpus_that_are_not_there_are_left_out_and_none_at_all_is_an_error() {
 }
 
 #[test]
+fn cpu_time_of_more_cpus_than_there_are_is_said_to_hold_nothing_up() {
+    let root = service("cpuset cpu io memory pids");
+    let cgroup = tenant(&root);
+    let more = |hundredths| {
+        let cpu_max = Limit::At(CpuTime::from_hundredths(hundredths).unwrap());
+        cgroup.limit(&CgroupLimits { cpu_max, ..CgroupLimits::default() }).cpus_below_max
+    };
+    assert_eq!([more(30_000), more(30_001), more(500_000)], [None, Some(3), Some(3)], "of 0-1,4");
+}
+
+#[test]
 fn a_limit_that_the_host_refuses_keeps_no_other_from_being_in_force() {
     let root = service("cpuset cpu io memory pids");
     let cgroup = tenant(&root);

@@ -10,7 +10,7 @@ use crate::error::Fault;
 use crate::rope::{RopePairing, RopeScaling, check_yarn, yarn_attention_factor};
 
 /// Keys that are read here, or that do not change what a decoder computes although their names look so.
-const KNOWN_KEYS: [&str; 29] = [
+const KNOWN_KEYS: [&str; 30] = [
     "attention_bias",
     "attention_dropout",
     "attn_pdrop",
@@ -40,6 +40,8 @@ const KNOWN_KEYS: [&str; 29] = [
     "vocab_size",
     "max_sequence_length",
     "quantization",
+    // Read on its own.
+    super::quantization::KEY,
 ];
 
 /// Parts of names of keys that change arithmetic. A key that has one, is not known and is not off, is refused.

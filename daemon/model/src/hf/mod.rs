@@ -1,10 +1,14 @@
 //! Hugging Face directories: `config.json`, safetensors, `tokenizer.json` and what stands beside them.
 
 mod config;
+mod packed;
+mod quantization;
 mod safetensors;
+mod tensors;
 mod text;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -12,19 +16,21 @@ use serde_json::{Map, Value};
 use crate::check;
 use crate::config::Architecture;
 use crate::error::{Fault, ModelError};
-use crate::file::read_small;
-use crate::source::Parts;
-use crate::tensor::TensorRole;
+use crate::file::{SourceFile, read_small};
+use crate::source::{Parts, Span};
+use crate::tensor::{TensorInfo, TensorRole};
 
 const CONFIG: &str = "config.json";
 const MAX_JSON: u64 = 4 << 20;
 
-/// An opened directory's paths and the special ids of its configuration.
+/// An opened directory's paths, the special ids of its configuration, and how its matrices are packed.
 #[derive(Debug)]
 pub(crate) struct HfDirectory {
     path: PathBuf,
     /// `eos_token_id` of `config.json`.
     eos_ids: BTreeSet<u64>,
+    /// Matrices that are not in the files as they are read.
+    packed: BTreeMap<TensorRole, packed::Packed>,
 }
 
 impl HfDirectory {
@@ -42,8 +48,12 @@ impl HfDirectory {
         let reader = config::Config::new(&object).map_err(at_config)?;
         let stated = reader.stated().map_err(at_config)?;
         let eos_ids = config::token_ids(&object, "eos_token_id").map_err(at_config)?;
+        let quantization = quantization::Quantization::of(&object).map_err(at_config)?;
 
-        let safetensors::Checkpoint { files, mut tensors, mut hasher } = safetensors::open(path)?;
+        let safetensors::Checkpoint { files, tensors, mut hasher } = safetensors::open(path)?;
+        let architecture = stated.architecture;
+        let tensors::Tensors { mut tensors, packed } =
+            tensors::Reader { files: &files, architecture, quantization }.read(tensors)?;
         if reader.ties_embeddings() {
             // The matrix is the embedding, whatever a copy of it in the file says.
             tensors.retain(|t| t.role != TensorRole::Output);
@@ -67,7 +77,34 @@ impl HfDirectory {
         }
         hasher.update(&bytes);
         let header = hasher.finalize();
-        Ok((Self { path: path.to_owned(), eos_ids }, Parts { files, config, tensors, header }))
+        Ok((Self { path: path.to_owned(), eos_ids, packed }, Parts { files, config, tensors, header }))
+    }
+
+    /// Fills `dst` with the rows `[rows.start, rows.end)` of a tensor that is packed; `None` where the file has it as it is.
+    pub(crate) fn read_packed(
+        &self,
+        tensor: &TensorInfo,
+        files: &[SourceFile],
+        rows: Range<usize>,
+        dst: &mut [u8],
+    ) -> Option<Result<(), Fault>> {
+        Some(self.packed.get(&tensor.role)?.read_rows(files, rows, dst))
+    }
+
+    /// Every stretch of the files that a tensor is read from.
+    pub(crate) fn spans<'a>(&'a self, tensor: &'a TensorInfo) -> Vec<Span<'a>> {
+        match self.packed.get(&tensor.role) {
+            None => vec![Span::of(tensor)],
+            Some(packed) => packed
+                .parts()
+                .map(|part| Span {
+                    name: &part.name,
+                    file: part.file,
+                    offset: part.offset,
+                    bytes: part.bytes,
+                })
+                .into(),
+        }
     }
 }
 

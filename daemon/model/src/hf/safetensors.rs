@@ -1,19 +1,18 @@
 //! Safetensors headers, and the index of a sharded checkpoint.
 //!
-//! **Owns** where each tensor lies. **Never** reads tensor data, and never allocates by a stated size beyond the file's own.
+//! **Owns** where each tensor lies. **Never** reads tensor data or asks what a tensor is for, and never allocates by a stated size beyond
+//! the file's own.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::marker::PhantomData;
 use std::path::Path;
 
-use pagedd_core::TensorType;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use crate::error::{Fault, ModelError};
 use crate::file::{SourceFile, read_small};
-use crate::tensor::{TensorInfo, TensorRole};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -26,9 +25,20 @@ const PREFIX: u64 = 8;
 /// Every tensor of a checkpoint.
 pub(super) struct Checkpoint {
     pub files: Vec<SourceFile>,
-    pub tensors: Vec<TensorInfo>,
+    pub tensors: Vec<Raw>,
     /// Has seen every header.
     pub hasher: blake3::Hasher,
+}
+
+/// A tensor as a header states it: its bytes lie inside its file, and overlap no other's.
+pub(super) struct Raw {
+    pub name: String,
+    pub dtype: String,
+    pub shape: Vec<u64>,
+    /// Index in [`Checkpoint::files`].
+    pub file: usize,
+    pub offset: u64,
+    pub bytes: u64,
 }
 
 #[derive(Deserialize)]
@@ -102,7 +112,7 @@ impl Checkpoint {
             serde_json::from_slice(&header).map_err(|e| Fault::malformed("header", e))?;
         let mut missing = expected;
         let mut spans = Vec::new();
-        let index = self.files.len();
+        let number = self.files.len();
         for (name, entry) in entries.0 {
             if let Some(missing) = &mut missing
                 && !missing.remove(&name)
@@ -111,9 +121,8 @@ impl Checkpoint {
             }
             let (offset, bytes) = place(&name, &entry, PREFIX + length, file.len)?;
             spans.push((offset, bytes, name.clone()));
-            if let Some(tensor) = describe(name, &entry, index, offset, bytes)? {
-                self.tensors.push(tensor);
-            }
+            let Entry { dtype, shape, .. } = entry;
+            self.tensors.push(Raw { name, dtype, shape, file: number, offset, bytes });
         }
         if let Some(name) = missing.iter().flatten().next() {
             return Err(Fault::malformed(name, format_args!("{INDEX} says it is here, and it is not")));
@@ -139,51 +148,6 @@ fn place(name: &str, entry: &Entry, data: u64, len: u64) -> Result<(u64, u64), F
         return Err(Fault::malformed(name, problem));
     }
     Ok((data + start, bytes))
-}
-
-fn describe(
-    name: String,
-    entry: &Entry,
-    file: usize,
-    offset: u64,
-    bytes: u64,
-) -> Result<Option<TensorInfo>, Fault> {
-    // A constant that old exporters saved: it follows from the configuration.
-    if name.ends_with(".self_attn.rotary_emb.inv_freq") {
-        return Ok(None);
-    }
-    let Some(role) = TensorRole::from_hf_name(&name) else {
-        let experts = name.contains("experts") || name.contains("block_sparse_moe");
-        let problem = if experts { "mixtures of experts are not served" } else { "an unknown tensor" };
-        return Err(Fault::unsupported(name, problem));
-    };
-    let ty = match entry.dtype.as_str() {
-        "F32" => TensorType::F32,
-        "F16" => TensorType::F16,
-        "BF16" => TensorType::BF16,
-        other => {
-            let problem = format!("dtype {other} is not served; F32, F16 and BF16 are");
-            return Err(Fault::unsupported(name, problem));
-        }
-    };
-    let (rows, columns) = match (role.is_vector(), entry.shape.as_slice()) {
-        (true, &[columns]) => (1, columns),
-        (false, &[rows, columns]) => (rows, columns),
-        (vector, shape) => {
-            let wanted = if vector { 1 } else { 2 };
-            let problem = format!("shape {shape:?}, {wanted} dimensions are expected");
-            return Err(Fault::malformed(name, problem));
-        }
-    };
-    let stated = rows.checked_mul(columns).and_then(|n| n.checked_mul(ty.block_bytes() as u64));
-    if stated != Some(bytes) || bytes == 0 {
-        let problem = format!("shape {:?} of {ty} does not take {bytes} bytes", entry.shape);
-        return Err(Fault::malformed(name, problem));
-    }
-    let (Ok(rows), Ok(columns)) = (usize::try_from(rows), usize::try_from(columns)) else {
-        return Err(Fault::malformed(name, "its size overflows"));
-    };
-    Ok(Some(TensorInfo { role, name, ty, rows, columns, bytes, file, offset }))
 }
 
 /// A JSON object in file order, in which a name that occurs twice is an error. `__metadata__` is skipped.

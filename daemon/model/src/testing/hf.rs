@@ -11,11 +11,47 @@ use super::gguf::plain_bytes;
 use super::vocabulary::{CHAT_TEMPLATE, IM_END, IM_START, VOCAB, merges, tokens};
 use crate::config::Architecture;
 use crate::rope::RopeScaling;
+use crate::tensor::TensorRole;
+
+/// A tensor as it will stand in a safetensors file. Nothing keeps these from contradicting each other.
+#[derive(Clone, PartialEq, Debug)]
+pub struct HfTensor {
+    /// Its name.
+    pub name: String,
+    /// Its element type, as the format calls it.
+    pub dtype: &'static str,
+    /// Its extents.
+    pub shape: Vec<usize>,
+    /// Its data.
+    pub data: Vec<u8>,
+}
 
 pub(super) fn write(directory: &Path, seed: u64, model: &TinyModel, shards: usize) -> io::Result<()> {
+    let tensors = model
+        .tensors()
+        .into_iter()
+        .map(|(role, shape)| plain(model, role, shape, &TinyModel::weights(seed, role, shape)));
+    write_tensors(directory, model, &Value::Null, tensors, shards)
+}
+
+/// Writes a directory with these tensors, whose configuration has `quantization` as `quantization_config` unless it is null.
+///
+/// # Errors
+/// One of the tensors is one, or a file cannot be written.
+pub fn write_tensors(
+    directory: &Path,
+    model: &TinyModel,
+    quantization: &Value,
+    tensors: impl IntoIterator<Item = io::Result<HfTensor>>,
+    shards: usize,
+) -> io::Result<()> {
     std::fs::create_dir_all(directory)?;
     let save = |name: &str, value: &Value| std::fs::write(directory.join(name), format!("{value:#}"));
-    save("config.json", &config(model))?;
+    let mut config = config(model);
+    if !quantization.is_null() {
+        config["quantization_config"] = quantization.clone();
+    }
+    save("config.json", &config)?;
     save("tokenizer.json", &tokenizer())?;
     save(
         "tokenizer_config.json",
@@ -23,40 +59,56 @@ pub(super) fn write(directory: &Path, seed: u64, model: &TinyModel, shards: usiz
                  "eos_token": { "content": "<|im_end|>" }, "add_bos_token": false }),
     )?;
     save("generation_config.json", &json!({ "bos_token_id": IM_START, "eos_token_id": [IM_END] }))?;
+    let tensors = tensors.into_iter().collect::<io::Result<Vec<_>>>()?;
+    let per_shard = tensors.len().div_ceil(shards.max(1));
+    let mut weight_map = Map::new();
+    for (number, tensors) in tensors.chunks(per_shard).enumerate() {
+        let file = match shards {
+            0 | 1 => "model.safetensors".to_owned(),
+            _ => format!("model-{:05}-of-{shards:05}.safetensors", number + 1),
+        };
+        std::fs::write(directory.join(&file), safetensors(tensors))?;
+        weight_map.extend(tensors.iter().map(|tensor| (tensor.name.clone(), file.clone().into())));
+    }
+    if shards > 1 {
+        save("model.safetensors.index.json", &json!({ "metadata": {}, "weight_map": weight_map }))?;
+    }
+    Ok(())
+}
+
+/// A safetensors file.
+pub(super) fn safetensors(tensors: &[HfTensor]) -> Vec<u8> {
+    let (mut header, mut at) = (Map::new(), 0);
+    header.insert("__metadata__".into(), json!({ "format": "pt" }));
+    for HfTensor { name, dtype, shape, data } in tensors {
+        let entry = json!({ "dtype": dtype, "shape": shape, "data_offsets": [at, at + data.len()] });
+        at += data.len();
+        header.insert(name.clone(), entry);
+    }
+    let header = Value::Object(header).to_string();
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.bytes());
+    for tensor in tensors {
+        bytes.extend(&tensor.data);
+    }
+    bytes
+}
+
+/// A tensor in the element type of `model`.
+pub(super) fn plain(
+    model: &TinyModel,
+    role: TensorRole,
+    shape: [usize; 2],
+    weights: &[f32],
+) -> io::Result<HfTensor> {
     let dtype = match model.ty {
         TensorType::F32 => "F32",
         TensorType::F16 => "F16",
         TensorType::BF16 => "BF16",
         other => return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{other} in safetensors"))),
     };
-    let tensors = model.tensors();
-    let per_shard = tensors.len().div_ceil(shards.max(1));
-    let mut weight_map = Map::new();
-    for (number, tensors) in tensors.chunks(per_shard).enumerate() {
-        let name = match shards {
-            0 | 1 => "model.safetensors".to_owned(),
-            _ => format!("model-{:05}-of-{shards:05}.safetensors", number + 1),
-        };
-        let (mut header, mut data) = (Map::new(), Vec::new());
-        header.insert("__metadata__".into(), json!({ "format": "pt" }));
-        for &(role, shape) in tensors {
-            let start = data.len();
-            data.extend(plain_bytes(model.ty, &TinyModel::weights(seed, role, shape)));
-            let extents = if role.is_vector() { json!([shape[1]]) } else { json!(shape) };
-            let entry = json!({ "dtype": dtype, "shape": extents, "data_offsets": [start, data.len()] });
-            header.insert(role.hf_name(), entry);
-            weight_map.insert(role.hf_name(), name.clone().into());
-        }
-        let header = Value::Object(header).to_string();
-        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-        bytes.extend(header.bytes());
-        bytes.extend(data);
-        std::fs::write(directory.join(name), bytes)?;
-    }
-    if shards > 1 {
-        save("model.safetensors.index.json", &json!({ "metadata": {}, "weight_map": weight_map }))?;
-    }
-    Ok(())
+    let shape = if role.is_vector() { vec![shape[1]] } else { shape.to_vec() };
+    Ok(HfTensor { name: role.hf_name(), dtype, shape, data: plain_bytes(model.ty, weights) })
 }
 
 fn config(model: &TinyModel) -> Value {

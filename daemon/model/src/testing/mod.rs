@@ -7,6 +7,7 @@
 
 mod gguf;
 mod hf;
+mod packed;
 mod random;
 mod vocabulary;
 
@@ -21,6 +22,8 @@ use crate::rope::{Rope, RopePairing, RopeScaling};
 use crate::tensor::{LayerTensor, TensorRole};
 
 pub use gguf::{GgufTensor, GgufValue, GgufWriter};
+pub use hf::{HfTensor, write_tensors};
+pub use packed::{PackedAs, PackedFormat, PackedMatrix};
 pub use random::Random;
 pub use vocabulary::{CHAT_TEMPLATE, IM_END, IM_START, VOCAB};
 
@@ -171,4 +174,30 @@ pub fn gguf_writer(seed: u64, model: &TinyModel) -> GgufWriter {
 /// A file cannot be written, or the element type has no safetensors name.
 pub fn write_directory(directory: &Path, seed: u64, model: &TinyModel, shards: usize) -> io::Result<()> {
     hf::write(directory, seed, model, shards)
+}
+
+/// Writes a Hugging Face directory whose layers are packed into four bits. `model.ty` is of the other tensors.
+///
+/// # Errors
+/// As [`write_directory`].
+pub fn write_packed_directory(
+    directory: &Path,
+    seed: u64,
+    model: &TinyModel,
+    packed: &PackedAs,
+) -> io::Result<()> {
+    packed.write(directory, seed, model)
+}
+
+/// Writes a Hugging Face directory with the weights that the numbers of [`write_packed_directory`] stand for, in the type `model.ty`.
+///
+/// # Errors
+/// As [`write_directory`].
+pub fn write_unpacked_directory(
+    directory: &Path,
+    seed: u64,
+    model: &TinyModel,
+    packed: &PackedAs,
+) -> io::Result<()> {
+    packed.write_unpacked(directory, seed, model)
 }

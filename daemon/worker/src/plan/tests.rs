@@ -1,4 +1,4 @@
-use pagedd_model::testing::{TinyModel, write_gguf};
+use pagedd_model::testing::{PackedAs, PackedFormat, TinyModel, write_gguf, write_packed_directory};
 use pagedd_wire::PROTOCOL;
 use pagedd_wire::worker::Hello;
 use tempfile::TempDir;
@@ -60,6 +60,25 @@ fn what_is_planned_on_the_cpu_is_what_a_worker_makes() {
         assert_eq!((sum.weight_bytes, sum.overhead_bytes), (info.weight_bytes, 0));
         assert_eq!((sum.block_bytes, sum.blocks), (info.block_bytes, Ok(info.blocks)));
         assert_eq!((sum.parameters, sum.max_model_len), (info.parameters, info.max_model_len));
+    }
+}
+
+#[test]
+fn a_checkpoint_in_four_bits_takes_five_eighths_of_a_byte_an_element_on_the_cpu_and_two_bytes_on_a_gpu() {
+    let model = TinyModel { hidden: 128, feed_forward: 256, head_dim: 32, ..TinyModel::default() };
+    for format in [PackedFormat::Awq, PackedFormat::Gptq] {
+        let (dir, options) = tiny(&model);
+        write_packed_directory(dir.path(), 7, &model, &PackedAs::usual(format, Some(128))).unwrap();
+        let options = Options { model: dir.path().to_owned(), ..options };
+        // The embedding and five vectors are in single precision; Q, K, V, output and three of the feed-forward layer in four bits.
+        let (embedding, vectors) = (272 * 128, 5 * 128);
+        let packed = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256);
+        let sum = Sum::new(&options, Ok(1 << 30)).unwrap();
+        assert_eq!(sum.parameters, embedding + vectors + packed);
+        assert_eq!(sum.weight_bytes, 4 * (embedding + vectors) + packed * 20 / 32, "{format:?}");
+        let cuda = Options { device: Device::Cuda { ordinal: 0 }, kv_dtype: KvDtype::Bf16, ..options };
+        let sum = Sum::new(&cuda, Ok(1 << 40)).unwrap();
+        assert_eq!(sum.weight_bytes, 2 * (embedding + packed) + 4 * vectors, "{format:?}");
     }
 }
 

@@ -9,6 +9,7 @@ mod failure;
 mod gpu;
 mod independence;
 mod models;
+mod packed;
 mod protocol;
 mod reference;
 mod replay;

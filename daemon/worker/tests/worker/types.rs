@@ -11,7 +11,7 @@ use crate::driver::{Seq, alone};
 use crate::models::{hello, load, real, tiny, tokens};
 
 /// Log-probabilities of a vocabulary of 272, as good as all of them, for a few fixed steps.
-fn logprobs(hello: &Hello) -> Vec<Vec<f32>> {
+pub fn logprobs(hello: &Hello) -> Vec<Vec<f32>> {
     let mut runner = load(hello);
     let sampling = SamplingParams { logprobs: Some(255), ..SamplingParams::GREEDY };
     let forced = tokens(4, 12, 272);
@@ -28,7 +28,7 @@ fn by_token(sampled: &Sampled) -> Vec<f32> {
 }
 
 /// Mean distance over the tokens that both report.
-fn distance(a: &[Vec<f32>], b: &[Vec<f32>]) -> f64 {
+pub fn distance(a: &[Vec<f32>], b: &[Vec<f32>]) -> f64 {
     let pairs = a.iter().flatten().zip(b.iter().flatten()).map(|(a, b)| f64::from((a - b).abs()));
     let (sum, count) = pairs.filter(|d| !d.is_nan()).fold((0.0, 0), |(s, n), d| (s + d, n + 1));
     assert!(count > a.len() as u32 * 230, "{count} log-probabilities to compare");
