@@ -223,16 +223,23 @@ impl Bench<'_> {
         );
 
         self.warm_up(foreign_len, batch + 1)?;
-        let prompts = (0..batch).map(|_| self.tokens(input_len)).collect();
         // They go on for as long as they can: nobody knows how many steps a prompt beside them takes.
-        let asked = self.asked(prompts, self.rig.info.max_model_len - input_len);
+        let longest = self.rig.info.max_model_len - input_len;
+        let asked = (0..batch).map(|_| self.asked(input_len, longest)).collect();
         self.rig.begin(asked)?;
-        self.rig.wait(Goal::Steady(output as usize - 1))?;
+        let end = output as usize - 1;
+        self.rig.wait(Goal::Steady(end))?;
+        let steady = self.rig.round().steady.len();
+        ensure!(
+            steady >= end,
+            "--output-len: only {} steps had all {batch} sequences before one of them ended; is itl_target too short?",
+            steady + 1
+        );
         let mut beside = Vec::new();
         let before = self.rig.moment();
         for _ in 0..foreign {
-            let (prompt, sampling) = (self.tokens(foreign_len), self.draw.sampling(self.run.temperature));
-            let (place, sent) = self.rig.join(prompt, sampling)?;
+            let asked = self.asked(foreign_len, 1);
+            let (place, sent) = self.rig.join(asked)?;
             self.rig.wait(Goal::First(place))?;
             beside.push((sent, self.rig.round().first[place]));
         }
@@ -246,7 +253,7 @@ impl Bench<'_> {
             .map(|(sent, first)| Some((sent, first?)))
             .collect::<Option<Vec<_>>>()
             .context("--output-len: a running sequence reached the model's context before a foreign prompt was done")?;
-        let quiet = &round.steady[warmup as usize..output as usize - 1];
+        let quiet = &round.steady[warmup as usize..end];
         let quiet: Vec<f64> = quiet.iter().map(|step| ms(round.interval(*step))).collect();
         let steps = round.between(&beside);
         let left_out = steps.iter().filter(|step| round.steps[**step].rows < batch).count();

@@ -174,40 +174,24 @@ impl Rig {
         self.sent = self.next..self.next + asked.len() as u64;
         self.next = self.sent.end;
         self.record.begin(self.sent.start, asked.len());
-        let requests = self.sent.clone().zip(asked).map(|(number, asked)| NewRequest {
-            id: id(number),
-            tenant: TENANT,
-            prompt: asked.prompt,
-            n: asked.choices,
-            max_tokens: Tokens(asked.tokens),
-            stop_ids: Vec::new(),
-            sampling: asked.sampling,
-        });
-        let submissions: Vec<_> =
-            requests.map(|request| Box::new(Submission { request, ticket: () })).collect();
+        let commands: Vec<_> =
+            self.sent.clone().zip(asked).map(|(number, asked)| submit(number, TENANT, asked)).collect();
         let start = Instant::now();
-        submissions.into_iter().try_for_each(|submission| self.send(Command::Submit(submission)))?;
+        commands.into_iter().try_for_each(|command| self.send(command))?;
         Ok(start)
     }
 
-    /// Sends a stranger's request for one token while the round goes on. Its place in the round, and when it was sent.
+    /// Sends a stranger's request while the round goes on. Its place in the round, and when it was sent.
     ///
     /// # Errors
     /// The engine has ended.
-    pub fn join(
-        &mut self,
-        prompt: Vec<TokenId>,
-        sampling: SamplingParams,
-    ) -> anyhow::Result<(usize, Instant)> {
-        let number = self.next;
+    pub fn join(&mut self, asked: Asked) -> anyhow::Result<(usize, Instant)> {
+        let command = submit(self.next, STRANGER, asked);
         self.next += 1;
         self.sent.end = self.next;
         let place = self.record.round().join();
-        let (n, max_tokens, stop_ids) = (1, Tokens(1), Vec::new());
-        let request =
-            NewRequest { id: id(number), tenant: STRANGER, prompt, n, max_tokens, stop_ids, sampling };
         let sent = Instant::now();
-        self.send(Command::Submit(Box::new(Submission { request, ticket: () })))?;
+        self.send(command)?;
         Ok((place, sent))
     }
 
@@ -286,6 +270,13 @@ impl Drop for Rig {
             drop(thread.join());
         }
     }
+}
+
+fn submit(number: u64, tenant: TenantId, asked: Asked) -> Command<()> {
+    let Asked { prompt, sampling, choices, tokens } = asked;
+    let (max_tokens, stop_ids) = (Tokens(tokens), Vec::new());
+    let request = NewRequest { id: id(number), tenant, prompt, n: choices, max_tokens, stop_ids, sampling };
+    Command::Submit(Box::new(Submission { request, ticket: () }))
 }
 
 fn left(end: Instant) -> Duration {
