@@ -1,8 +1,8 @@
 // Sampling: penalties and bias, draws, log-probabilities.
 //
 // `adjust_logits` changes the few logits that penalties and biases name, `restore_logits` puts them back. `survey` finds the best logit of
-// each part and of each group of a row. `draw` and `log_softmax_top` weigh the parts, and the last of a row's thread blocks to come by draws,
-// or ranks. The few best are found through the groups: at least k logits are as good as the k-th best of the groups' bests.
+// each part and of each group of a row. `draw_whole`, `draw` and `log_softmax_top` weigh the parts, and the last of a row's thread blocks to
+// come by draws, or ranks. The few best are found through the groups: at least k logits are as good as the k-th best of the groups' bests.
 #include "sample.cuh"
 
 struct Adjustment {
@@ -56,6 +56,11 @@ struct Row {
     uint32_t position;
     uint32_t logits_row;
     uint32_t ranks;     // log-probabilities: how many of the best; NONE for no ranking at all
+
+    // Takes the best, or draws from all.
+    __device__ __forceinline__ bool whole(unsigned vocabulary) const {
+        return inverse == 0.0f || (top_p >= 1.0f && (top_k == 0 || top_k >= vocabulary));
+    }
 };
 
 struct Drawn {
@@ -86,7 +91,7 @@ struct Sums {
 struct SelectArgs {
     const float* logits; // [..][stride]
     const Row* rows;     // [grid.y]
-    Best* best;          // [grid.y][grid.x]
+    Best* best;          // [grid.y][parts]
     uint32_t* maxima;    // [grid.y][MOST_GROUPS]: the best logit of a group, as `order` has it
     Sums* sums;          // [grid.y]
     Sums* more_sums;     // [grid.y], for the survey to zero too; or null
@@ -98,6 +103,7 @@ struct SelectArgs {
     uint32_t vocabulary;
     uint32_t part;       // logits of a part, a multiple of CHUNK
     uint32_t ranked_only; // the survey passes over rows that are not ranked
+    uint32_t parts;       // of the survey: its grid.x
 };
 
 __device__ __forceinline__ unsigned part_end(const SelectArgs& a) {
@@ -113,30 +119,39 @@ extern "C" __global__ void __launch_bounds__(THREADS) survey(const __grid_consta
     for (Sums* sums : {a.sums, a.more_sums}) {
         if (!sums) continue;
         uint4* words = reinterpret_cast<uint4*>(&sums[blockIdx.y]);
-        for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < sizeof(Sums) / 16; i += gridDim.x * THREADS) {
+        // Draws from the whole vocabulary look at no buckets, and write all chunks.
+        const bool drawn_whole = sums == a.sums && !a.ranked_only && row.whole(a.vocabulary);
+        const unsigned first = drawn_whole ? offsetof(Sums, arrived) / 16 : 0;
+        for (unsigned i = first + blockIdx.x * THREADS + threadIdx.x; i < sizeof(Sums) / 16; i += gridDim.x * THREADS) {
             words[i] = make_uint4(0, 0, 0, 0);
         }
     }
-    uint64_t best = ~0ull;
-    uint32_t bad = NONE;
     const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, last = part_end(a);
     uint32_t* maxima = a.maxima + size_t(blockIdx.y) * MOST_GROUPS;
+    float top = -INFINITY, odd = 0.0f;
+    uint32_t at = NONE;
 #pragma unroll 4
     for (unsigned group = blockIdx.x * a.part + warp * GROUP; group < last; group += 4 * THREADS) {
         const unsigned id = group + 4 * lane;
-        uint32_t most = 0;
+        float most = -INFINITY;
         if (id < last) {
             const float4 four = __ldg(reinterpret_cast<const float4*>(logits + id));
-            const float values[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (unsigned i = 0; i < 4; ++i) {
-                best = min(best, key(values[i], id + i));
-                most = max(most, order(values[i]));
-                if (!isfinite(values[i])) bad = min(bad, id + i);
+            most = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w));
+            // Times 0, what is not finite is no number.
+            odd = fmaf(four.x, 0.0f, fmaf(four.y, 0.0f, fmaf(four.z, 0.0f, fmaf(four.w, 0.0f, odd))));
+            if (most > top) top = most, at = id + (four.x == most ? 0 : four.y == most ? 1 : four.z == most ? 2 : 3);
+        }
+        const uint32_t best_of_group = __reduce_max_sync(ALL_LANES, order(most));
+        if (lane == 0) maxima[group / GROUP] = best_of_group;
+    }
+    uint64_t best = at == NONE ? ~0ull : key(top, at);
+    uint32_t bad = NONE;
+    if (odd != 0.0f) {
+        for (unsigned group = blockIdx.x * a.part + warp * GROUP; group < last && bad == NONE; group += 4 * THREADS) {
+            for (unsigned id = group + 4 * lane; id < min(last, group + 4 * lane + 4); ++id) {
+                if (!isfinite(logits[id])) bad = min(bad, id);
             }
         }
-        most = __reduce_max_sync(ALL_LANES, most);
-        if (lane == 0) maxima[group / GROUP] = most;
     }
     for (unsigned width = WARP / 2; width > 0; width /= 2) {
         best = min(best, __shfl_xor_sync(ALL_LANES, best, width));
@@ -150,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) survey(const __grid_consta
             best = min(best, __shfl_xor_sync(ALL_LANES, best, width));
             bad = min(bad, __shfl_xor_sync(ALL_LANES, bad, width));
         }
-        if (threadIdx.x == 0) a.best[blockIdx.y * gridDim.x + blockIdx.x] = Best{best, bad, 0};
+        if (threadIdx.x == 0) a.best[blockIdx.y * a.parts + blockIdx.x] = Best{best, bad, 0};
     }
 }
 
@@ -396,29 +411,24 @@ __device__ __forceinline__ Mass mass_of_chunks(const Sums& sums, unsigned chunks
     return scratch[WARP - 1].mass;
 }
 
-// A draw from the whole vocabulary, in the order of ids.
-__device__ __noinline__ uint32_t draw_from_all(const SelectArgs& a, const Row& row, Selector& s) {
-    const unsigned chunks = (a.vocabulary + CHUNK - 1) / CHUNK;
-    auto chunk_mass = [&](unsigned i) { return Tally{__ldcg(&s.sums.chunks[i]), 0}; };
-    const Mass target = target_of(row, mass_of_chunks(s.sums, chunks));
-    Tally before = {0, 0};
-    const unsigned chunk = s.first_to_reach(chunks, chunk_mass, target, NONE, before);
-    const unsigned first = chunk * CHUNK, size = min(CHUNK, a.vocabulary - first);
-    auto logit_mass = [&](unsigned i) { return Tally{s.weigh.of(s.logits[first + i]), 0}; };
-    return first + s.first_to_reach(size, logit_mass, target, NONE, before);
-}
-
 // Weighs logits by chunk.
+template <unsigned BLOCK>
 __device__ __forceinline__ void weigh_chunks(const float* logits, unsigned first, unsigned last, Weigh weigh, Sums& sums) {
+    constexpr unsigned FLIGHT = CHUNK / GROUP;
     const unsigned lane = threadIdx.x % WARP;
-    for (unsigned chunk = first + threadIdx.x / WARP * CHUNK; chunk < last; chunk += THREADS / WARP * CHUNK) {
+    for (unsigned chunk = first + threadIdx.x / WARP * CHUNK; chunk < last; chunk += BLOCK / WARP * CHUNK) {
+        const float* own = logits + chunk + 4 * lane;
+        const unsigned left = last - chunk;
+        float4 fours[FLIGHT];
+#pragma unroll
+        for (unsigned i = 0; i < FLIGHT; ++i) {
+            if (i * GROUP + 4 * lane < left) fours[i] = __ldg(reinterpret_cast<const float4*>(own + i * GROUP));
+        }
         Mass mass = 0;
 #pragma unroll
-        for (unsigned i = 0; i < CHUNK / GROUP; ++i) {
-            const unsigned id = chunk + i * GROUP + 4 * lane;
-            if (id >= last) break;
-            const float4 four = __ldg(reinterpret_cast<const float4*>(logits + id));
-            mass += weigh.of(four.x) + weigh.of(four.y) + weigh.of(four.z) + weigh.of(four.w);
+        for (unsigned i = 0; i < FLIGHT; ++i) {
+            if (i * GROUP + 4 * lane >= left) break;
+            mass += weigh.of(fours[i].x) + weigh.of(fours[i].y) + weigh.of(fours[i].z) + weigh.of(fours[i].w);
         }
         mass = warp_mass(mass);
         if (lane == 0) sums.chunks[chunk / CHUNK] = mass;
@@ -556,34 +566,97 @@ __device__ __noinline__ void rank(const SelectArgs& a, const Row& row, Selector&
     }
 }
 
+// What the survey found of a row, in all lanes of a warp.
+__device__ __forceinline__ Best surveyed(const SelectArgs& a) {
+    // A row has at most as many parts as a warp has lanes.
+    const unsigned lane = threadIdx.x % WARP;
+    Best best = lane < a.parts ? a.best[blockIdx.y * a.parts + lane] : Best{~0ull, NONE, 0};
+    best.bad = __reduce_min_sync(ALL_LANES, best.bad);
+    for (unsigned width = WARP / 2; width > 0; width /= 2) best.key = min(best.key, __shfl_xor_sync(ALL_LANES, best.key, width));
+    return best;
+}
+
+// Where a warp's sums over `size` masses, `at(i)` each, first reach `target(their sum)`, with `before` before them; `before` becomes what comes
+// before the one found. They do reach it.
+template <class At, class Target> __device__ __forceinline__ unsigned warp_reach(unsigned size, At at, Target target, Mass& before) {
+    const unsigned lane = threadIdx.x % WARP, each = (size + WARP - 1) / WARP;
+    const unsigned first = min(size, lane * each), last = min(size, first + each);
+    Mass own = 0;
+    for (unsigned i = first; i < last; ++i) own += at(i);
+    Mass through = own;
+    for (unsigned width = 1; width < WARP; width *= 2) {
+        const Mass mass = __shfl_up_sync(ALL_LANES, through, width);
+        if (lane >= width) through += mass;
+    }
+    const Mass wanted = target(__shfl_sync(ALL_LANES, through, WARP - 1));
+    Mass sum = before + through - own;
+    const unsigned source = max(__ffs(__ballot_sync(ALL_LANES, sum + own >= wanted)), 1) - 1;
+    unsigned index = first;
+    if (lane == source) {
+        for (; index + 1 < last; ++index) {
+            const Mass next = sum + at(index);
+            if (next >= wanted) break;
+            sum = next;
+        }
+    }
+    before = __shfl_sync(ALL_LANES, sum, source);
+    return __shfl_sync(ALL_LANES, index, source);
+}
+
+// Threads of a block of `draw_whole`: small ones, of which a multiprocessor has many, hide how long the draw at a row's end takes.
+constexpr unsigned WHOLE_THREADS = 256;
+
+// Rows that take the best, or draw from the whole vocabulary in the order of ids.
+extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 6) draw_whole(const __grid_constant__ SelectArgs a) {
+    const Row row = a.rows[blockIdx.y];
+    if (!row.whole(a.vocabulary)) return;
+    const auto best = surveyed(a);
+    if (best.bad != NONE || row.inverse == 0.0f) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) a.drawn[blockIdx.y] = Drawn{best.bad == NONE ? uint32_t(best.key) : NONE, best.bad};
+        return;
+    }
+    const float* logits = a.logits + size_t(row.logits_row) * a.stride;
+    const Weigh weigh = {logit_of_key(best.key), row.inverse, row.min_p};
+    Sums& sums = a.sums[blockIdx.y];
+    weigh_chunks<WHOLE_THREADS>(logits, blockIdx.x * a.part, part_end(a), weigh, sums);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x >= WARP) return;
+    const uint32_t arrived = threadIdx.x == 0 ? atomicAdd(&sums.arrived, 1) : 0;
+    if (__shfl_sync(ALL_LANES, arrived, 0) != gridDim.x - 1) return;
+    __threadfence();
+    Mass target = 0, before = 0;
+    const unsigned chunk = warp_reach(
+        (a.vocabulary + CHUNK - 1) / CHUNK, [&](unsigned i) { return __ldcg(&sums.chunks[i]); },
+        [&](Mass whole) { return target = target_of(row, whole); }, before);
+    const unsigned first = chunk * CHUNK;
+    const unsigned token = first + warp_reach(
+        min(CHUNK, a.vocabulary - first), [&](unsigned i) { return weigh.of(logits[first + i]); }, [&](Mass) { return target; }, before);
+    if (threadIdx.x == 0) a.drawn[blockIdx.y] = Drawn{token, NONE};
+}
+
 template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs& a) {
     Row row = a.rows[blockIdx.y];
     if (RANK && row.ranks == NONE) return;
+    if (!RANK && row.whole(a.vocabulary)) return;
     if (RANK) row.inverse = 1.0f, row.min_p = 0.0f;
     const float* logits = a.logits + size_t(row.logits_row) * a.stride;
-    // A row has at most as many parts as a warp has lanes.
-    const unsigned lane = threadIdx.x % WARP;
-    const Best part = lane < gridDim.x ? a.best[blockIdx.y * gridDim.x + lane] : Best{~0ull, NONE, 0};
-    uint64_t best = part.key;
-    const uint32_t bad = __reduce_min_sync(ALL_LANES, part.bad);
-    for (unsigned width = WARP / 2; width > 0; width /= 2) best = min(best, __shfl_xor_sync(ALL_LANES, best, width));
-    const bool greedy = !RANK && row.inverse == 0.0f;
-    if (bad != NONE || greedy) {
+    const auto best = surveyed(a);
+    if (best.bad != NONE) {
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             if (!RANK) {
-                a.drawn[blockIdx.y] = Drawn{bad == NONE ? uint32_t(best) : NONE, bad};
+                a.drawn[blockIdx.y] = Drawn{NONE, best.bad};
             } else {
                 a.logprobs[blockIdx.y] = nanf("");
             }
         }
         return;
     }
-    const Weigh weigh = {logit_of_key(best), row.inverse, row.min_p};
+    const Weigh weigh = {logit_of_key(best.key), row.inverse, row.min_p};
     Sums& sums = a.sums[blockIdx.y];
     const uint32_t* maxima = a.maxima + size_t(blockIdx.y) * MOST_GROUPS;
     Selector s = {logits, maxima, a.vocabulary, weigh, sums, 0, NONE, NONE};
 
-    const bool all = !RANK && row.top_p >= 1.0f && (row.top_k == 0 || row.top_k >= a.vocabulary);
     // The few best need no weights of the rest: one block finds them.
     const bool quick = !RANK && row.top_k != 0 && row.top_k < a.vocabulary && 4 * row.top_k * GROUP <= a.vocabulary;
     if (quick) {
@@ -598,7 +671,7 @@ template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs
     // top_p alone, as a rule, keeps few as well: those are tried before the histogram.
     const bool by_chunk = RANK || row.top_k == 0 || row.top_k >= a.vocabulary;
     if (by_chunk) {
-        weigh_chunks(logits, blockIdx.x * a.part, part_end(a), weigh, sums);
+        weigh_chunks<THREADS>(logits, blockIdx.x * a.part, part_end(a), weigh, sums);
     } else {
         weigh_buckets(logits, blockIdx.x * a.part, part_end(a), weigh, sums);
     }
@@ -611,7 +684,7 @@ template <bool RANK> __device__ __forceinline__ void select_row(const SelectArgs
     if (RANK) {
         rank(a, row, s);
     } else {
-        const uint32_t token = all ? draw_from_all(a, row, s) : by_chunk ? draw_from_nucleus(a, row, s) : draw_from_best(a, row, s, false);
+        const uint32_t token = by_chunk ? draw_from_nucleus(a, row, s) : draw_from_best(a, row, s, false);
         if (threadIdx.x == 0) a.drawn[blockIdx.y] = Drawn{token, NONE};
     }
 }

@@ -22,10 +22,12 @@ constexpr uint32_t NONE = 0xffffffffu;
 using Mass = unsigned long long;
 constexpr float MASS_ONE = 17592186044416.0f; // 2^44: 2^18 weights of 1 fit
 
-// As `exp` of kernels/src/cpu/exp.rs, operation by operation.
-__device__ __forceinline__ float exact_exp(float x) {
+// As `exp` of kernels/src/cpu/exp.rs, operation by operation, times MASS_ONE, for x <= 0. A scale of 2^44 keeps all in the range of normal
+// numbers: one multiplication gives the bits that the two there give. What is there a weight of 0 is here less than a thousandth of a unit.
+__device__ __forceinline__ float scaled_exp(float x) {
     constexpr float ROUND = 12582912.0f;
-    const float clamped = fminf(fmaxf(x, -87.5f), 89.0f);
+    constexpr int SCALE = 44;
+    const float clamped = fmaxf(x, -87.5f);
     const float rounded = __fadd_rn(__fmul_rn(clamped, 1.44269504088896340736f), ROUND);
     const int n = __float_as_int(rounded) - __float_as_int(ROUND);
     const float whole = __fsub_rn(rounded, ROUND);
@@ -37,9 +39,7 @@ __device__ __forceinline__ float exact_exp(float x) {
     p = __fadd_rn(__fmul_rn(p, r), 0.16666667f);
     p = __fadd_rn(__fmul_rn(p, r), 0.5f);
     const float e = __fadd_rn(__fadd_rn(__fmul_rn(__fmul_rn(p, r), r), r), 1.0f);
-    const int half = n >> 1;
-    const float y = __fmul_rn(__fmul_rn(e, __int_as_float((half + 127) << 23)), __int_as_float((n - half + 127) << 23));
-    return x < -87.33654f ? 0.0f : y;
+    return __fmul_rn(e, __int_as_float((n + 127 + SCALE) << 23));
 }
 
 // From a logit to its mass.
@@ -49,8 +49,8 @@ struct Weigh {
     float least;   // a smaller weight is none
 
     __device__ __forceinline__ Mass of(float logit) const {
-        const float weight = exact_exp(__fmul_rn(__fsub_rn(logit, top), inverse));
-        return weight < least ? 0 : __float2ull_rn(weight * MASS_ONE);
+        const float scaled = scaled_exp(__fmul_rn(__fsub_rn(logit, top), inverse));
+        return scaled < least * MASS_ONE ? 0 : __float2ull_rn(scaled);
     }
     __device__ __forceinline__ unsigned bucket(float logit) const {
         return min(unsigned((top - logit) * BUCKETS_PER_UNIT), BUCKETS - 1);

@@ -353,7 +353,7 @@ fn sampling(stream: &Stream) -> Result<(), CudaError> {
     println!("{:<44} {:>6} {:>9} {:>7}", "vocabulary 128,256", "rows", "µs", "GB/s");
     let vocabulary = 128_256;
     let mut ring = PinnedRing::new(stream.device(), 8, 1 << 20)?;
-    let host = logits(256, vocabulary);
+    let host = logits(1024, vocabulary);
     let mut logits = Buffer::copy_of(stream, &host)?;
     let by = |i: u32| Adjustment { token: TokenId(i * 117), seen: true, output: i % 3, bias: 0.0 };
     let changes: Vec<Adjustment> = (0..1000).map(by).collect();
@@ -377,7 +377,7 @@ fn sampling(stream: &Stream) -> Result<(), CudaError> {
         ("top-k, top-p, top-20 logprobs", full, false),
         ("penalties, top-k, top-p, top-20 logprobs", full, true),
     ];
-    for rows in [1, 8, 64, 256] {
+    for rows in [1, 8, 64, 256, 1024] {
         for (name, params, adjusted) in ways {
             let list: Vec<SampleRow<'_>> = (0..rows as u32)
                 .map(|row| SampleRow {

@@ -90,6 +90,14 @@ struct RowWords {
 // SAFETY: words: every pattern of bits is a value, and there is no padding.
 unsafe impl Plain for RowWords {}
 
+impl RowWords {
+    /// Takes the best, or draws from all: a row of `draw_whole`, which `draw` passes over. As `whole` of sample.cu.
+    fn whole(&self, vocabulary: usize) -> bool {
+        let all = self.top_p >= 1.0 && (self.top_k == 0 || self.top_k as usize >= vocabulary);
+        self.inverse == 0.0 || all
+    }
+}
+
 /// As `Adjustment` of sample.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -111,6 +119,11 @@ const BEST: usize = 16;
 const MOST_GROUPS: usize = 2048;
 /// Thread blocks of a row.
 const MOST_PARTS: usize = 32;
+/// Thread blocks that a multiprocessor has at once: of `draw_whole`, and of the other kernels.
+const WHOLE_BLOCKS: usize = 6;
+const BLOCKS: usize = 2;
+/// Threads of a block of `draw_whole`.
+const WHOLE_THREADS: u32 = 256;
 /// Logits that are always in one part.
 const PART: usize = 4096;
 /// Marks a row that is not ranked.
@@ -140,6 +153,8 @@ pub struct Sampler {
 #[derive(Clone, Copy, Default, Debug)]
 struct Step {
     rows: usize,
+    /// How many of them `draw_whole` draws; `draw` draws the others.
+    wholes: usize,
     /// One past the largest row of logits that is named.
     logits_rows: usize,
     adjusts: bool,
@@ -225,6 +240,7 @@ impl Sampler {
         }
         self.step = Step {
             rows: rows.len(),
+            wholes: rows.iter().filter(|row| row.whole(self.vocabulary)).count(),
             logits_rows: logits_rows.iter().max().map_or(0, |&row| row as usize + 1),
             adjusts: !adjustments.is_empty(),
             ranks: rows.iter().any(|row| row.ranks != NO_RANKS),
@@ -249,7 +265,8 @@ impl Sampler {
             return Ok(());
         }
         let kernels = stream.device().kernels();
-        let parts = Parts::new(self.vocabulary, rows, stream.device().info().multiprocessors);
+        let multiprocessors = stream.device().info().multiprocessors as usize;
+        let parts = Parts::new(self.vocabulary, rows, BLOCKS * multiprocessors);
         let mut select = self.select(logits, parts);
         let per_row = Grid { blocks: (rows as u32, 1), threads: 128, shared: 0 };
         let per_part = Grid { blocks: (parts.count as u32, rows as u32), threads: 1024, shared: 0 };
@@ -262,8 +279,17 @@ impl Sampler {
         // SAFETY: a block per part and row; parts cover the vocabulary, a row of logits is inside, and buffers hold `rows` rows of
         // `MOST_PARTS` parts and two sums.
         unsafe { launch(stream, &kernels.survey, "survey", per_part, select) }?;
-        // SAFETY: as above, and each row's draw is written by one block.
-        unsafe { launch(stream, &kernels.draw, "draw", per_part, select) }?;
+        if self.step.wholes > 0 {
+            let parts = Parts::new(self.vocabulary, rows, WHOLE_BLOCKS * multiprocessors);
+            let grid = Grid { blocks: (parts.count as u32, rows as u32), threads: WHOLE_THREADS, shared: 0 };
+            let whole = SelectArgs { part: parts.size as u32, ..select };
+            // SAFETY: as above, and each row's draw is written by one block.
+            unsafe { launch(stream, &kernels.draw_whole, "draw", grid, whole) }?;
+        }
+        if self.step.wholes < rows {
+            // SAFETY: as above; these are other rows.
+            unsafe { launch(stream, &kernels.draw, "draw", per_part, select) }?;
+        }
         if self.step.adjusts {
             // SAFETY: as for the adjustment.
             unsafe { launch(stream, &kernels.restore_logits, "restoring logits", per_row, adjust) }?;
@@ -316,7 +342,7 @@ impl Sampler {
             vocabulary: self.vocabulary as u32,
             part: parts.size as u32,
             ranked_only: 0,
-            unused: 0,
+            parts: parts.count as u32,
         }
     }
 
@@ -350,9 +376,9 @@ struct SelectArgs {
     vocabulary: u32,
     part: u32,
     ranked_only: u32,
-    unused: u32,
+    parts: u32,
 }
-// SAFETY: the fields of SelectArgs in sample.cu; the last is its padding.
+// SAFETY: the fields of SelectArgs in sample.cu, without padding.
 unsafe impl Params for SelectArgs {}
 
 #[repr(C)]
@@ -377,9 +403,9 @@ struct Parts {
 }
 
 impl Parts {
-    /// Few rows are cut so that all multiprocessors have two blocks.
-    fn new(vocabulary: usize, rows: usize, multiprocessors: u32) -> Self {
-        let wanted = (2 * multiprocessors as usize / rows.max(1)).clamp(1, MOST_PARTS);
+    /// Few rows are cut so that there are about as many blocks as run at once.
+    fn new(vocabulary: usize, rows: usize, blocks: usize) -> Self {
+        let wanted = (blocks / rows.max(1)).clamp(1, MOST_PARTS);
         let size = vocabulary.div_ceil(wanted).next_multiple_of(PART);
         Self { size, count: vocabulary.div_ceil(size) }
     }
@@ -445,7 +471,7 @@ mod tests {
     fn parts_cover_every_vocabulary_and_few_rows_are_cut_into_many() {
         for vocabulary in [4, 512, 4096, 4100, 32_000, 49_152, 128_256, 152_064, Sampler::MAX_VOCABULARY] {
             for rows in [1, 2, 8, 64, 132, 256, 1024] {
-                let parts = Parts::new(vocabulary, rows, 132);
+                let parts = Parts::new(vocabulary, rows, 264);
                 assert!(
                     parts.count <= MOST_PARTS && parts.size.is_multiple_of(512),
                     "{vocabulary} {rows} {parts:?}"
@@ -455,7 +481,7 @@ mod tests {
                 );
             }
         }
-        assert_eq!(Parts::new(128_256, 1, 132).count, 32);
-        assert_eq!(Parts::new(128_256, 256, 132).count, 1);
+        assert_eq!(Parts::new(128_256, 1, 264).count, 32);
+        assert_eq!(Parts::new(128_256, 256, 264).count, 1);
     }
 }

@@ -51,7 +51,7 @@ pub(super) enum ScaleType {
 
 /// A packed matrix.
 ///
-/// Having one from [`layers`](super::layers) tells you: its parts lie inside their files and have just the bytes of `rows`, `columns` and
+/// Having one from [`Reader`](super::tensors::Reader) tells you: its parts lie inside their files and have just the bytes of `rows`, `columns` and
 /// `group`; `columns` is a multiple of `group`, that one of [`BLOCK`], `rows` one of [`CODES`]; inputs are in groups by their place.
 #[derive(Clone, PartialEq, Debug)]
 pub(super) struct Packed {
