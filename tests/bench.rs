@@ -136,6 +136,37 @@ fn a_shared_prefix_is_found_in_the_cache_unless_the_cache_is_off() {
 }
 
 #[test]
+fn a_foreign_run_compares_gaps_beside_a_long_prompt_with_those_before_it() {
+    let place = Place::new();
+    let options =
+        "--batch 3 --input-len 32 --output-len 24 --warmup 4 --foreign-len 900 --foreign 2 --budget 256";
+    let run = |target: &str| {
+        let (rows, text) = place.rows("foreign", &format!("{options} --itl-target {target}"));
+        assert_eq!(rows.len(), 1, "{text}");
+        rows[0].clone()
+    };
+    let (whole, cut) = (run("none"), run("1ms"));
+    for row in [&whole, &cut] {
+        assert_eq!(
+            (&row["batch"], &row["foreign_len"], &row["foreign_prompts"]),
+            (&3.into(), &900.into(), &2.into())
+        );
+        let [p50, p99, max] = ["p50", "p99", "max"].map(|part| number(row, &format!("beside_ms_{part}")));
+        assert!(p50 > 0.0 && p99 >= p50 && max >= p99, "{row}");
+        let ratio = p99 / number(row, "quiet_ms_p99");
+        assert!((number(row, "p99_ratio") / ratio - 1.0).abs() < 1e-6, "{row}");
+        let rate = 900.0 * 1e3 / number(row, "foreign_ms");
+        assert!((number(row, "foreign_tokens_per_second") / rate - 1.0).abs() < 1e-6, "{row}");
+    }
+    assert_eq!((&whole["itl_target_ms"], &cut["itl_target_ms"]), (&Value::Null, &1.into()));
+    // Four steps of 253 tokens at least, and as many as keep to a millisecond.
+    assert!(
+        number(&whole, "steps") >= 8.0 && number(&cut, "steps") >= number(&whole, "steps"),
+        "{whole} {cut}"
+    );
+}
+
+#[test]
 fn bad_options_are_refused_by_name() {
     let place = Place::new();
     for (case, options, words) in [
@@ -145,6 +176,13 @@ fn bad_options_are_refused_by_name() {
         ("latency", "--batch 2 --input-len 4000", &["--input-len and --output-len: ", "2048"]),
         ("latency", "--batch 16 --input-len 1800", &["--batch: 16", "1024"]),
         ("latency", "--batch 3 --max-num-seqs 2 --input-len 8", &["--batch: 3", "max_num_seqs, 2"]),
+        ("foreign", "--batch 2 --input-len 8 --foreign-len 4000", &["--foreign-len: ", "2048"]),
+        (
+            "foreign",
+            "--batch 16 --input-len 1200 --foreign-len 900",
+            &["--batch and --foreign-len: ", "1024"],
+        ),
+        ("foreign", "--batch 4 --budget 4 --input-len 8 --foreign-len 900", &["--budget: ", "--batch 4"]),
     ] {
         place.bench(case, options).refused(words);
     }

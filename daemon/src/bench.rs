@@ -69,10 +69,12 @@ pub fn main(options: &Options) -> ExitCode {
 
 /// What can be known to be wrong before anything is loaded.
 fn checked(case: &Case) -> Result<Config, String> {
-    if let Case::Latency(latency) = case
-        && latency.output_len < latency.run.warmup + 2
-    {
-        let (output, warmup) = (latency.output_len, latency.run.warmup);
+    let measured = match case {
+        Case::Latency(latency) => Some((latency.output_len, latency.run.warmup)),
+        Case::Foreign(foreign) => Some((foreign.output_len, foreign.run.warmup)),
+        Case::Throughput(_) | Case::Prefix(_) => None,
+    };
+    if let Some((output, warmup)) = measured.filter(|(output, warmup)| *output < warmup + 2) {
         return Err(format!("--output-len: {output} steps leave none to measure behind --warmup {warmup}"));
     }
     case.config()
@@ -91,6 +93,7 @@ fn run(case: &Case, config: &Config) -> anyhow::Result<()> {
         match case {
             Case::Throughput(throughput) => paper.add(&about, bench.throughput(throughput)?)?,
             Case::Prefix(prefix) => paper.add(&about, bench.prefix(prefix)?)?,
+            Case::Foreign(foreign) => paper.add(&about, bench.foreign(foreign)?)?,
             Case::Latency(latency) => {
                 for batch in &latency.batch {
                     bench.rig.extend(limit);
@@ -119,8 +122,17 @@ fn about(model: &Model, rig: &Rig) -> Row {
         kept("blocks", info.blocks),
         kept("max_model_len", info.max_model_len),
         kept("max_num_seqs", model.max_num_seqs),
+        kept("body_us", listed(&info.cost.body_us)),
+        kept("head_us", listed(&info.cost.head_us)),
+        kept("row_pair_us", Value::real(Some(info.cost.row_pair_us.into()), 6)),
+        kept("part_pair_us", Value::real(Some(info.cost.part_pair_us.into()), 6)),
         kept("load_ms", Value::real(Some(info.load_us as f64 / 1e3), 0)),
     ]
+}
+
+/// What the worker measured of its steps, by their sizes.
+fn listed(us: &[f32]) -> String {
+    us.iter().map(|us| format!("{us:.0}")).collect::<Vec<_>>().join(" ")
 }
 
 /// The rows so far. Each is on paper before the next begins.

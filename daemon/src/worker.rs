@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fail::fail_point;
-use pagedd_core::{FinishReason, PlanId, StepCost};
+use pagedd_core::{FinishReason, Pairs, PlanId, StepCost};
 use pagedd_engine::{Worker, WorkerLost, WorkersExhausted};
 use pagedd_host::fdstore::FdStore;
 use pagedd_host::shared::SharedMemory;
@@ -395,9 +395,10 @@ impl WorkerProcess {
                         load_us = info.load_us,
                         weights_reused = info.weights_reused,
                         kv_reused = info.kv_reused,
-                        token_us = cost.step_us(1, 1, 0),
-                        tokens_128_us = cost.step_us(128, 1, 128 * 129 / 2),
-                        pair_us = cost.pair_us,
+                        token_us = cost.step_us(1, 1, Pairs::default()),
+                        tokens_128_us = cost.step_us(128, 1, Pairs::of_part(0, 128)),
+                        row_pair_us = cost.row_pair_us,
+                        part_pair_us = cost.part_pair_us,
                         "worker ready"
                     );
                     let restarts = self.starts - 1;

@@ -15,7 +15,7 @@ mod tensor;
 mod units;
 
 pub use cgroup::{BlockDevice, CgroupLimits, CpuList, CpuTime, IoLimit, Limit, LimitName, NoCpuList, Weight};
-pub use cost::StepCost;
+pub use cost::{Pairs, StepCost};
 pub use finish::FinishReason;
 pub use ids::{BlockId, ModelId, ParseRequestIdError, PlanId, RequestId, SequenceId, TenantId, TokenId};
 pub use limits::MOST_STEP_TOKENS;

@@ -27,11 +27,17 @@ const SUREST: f32 = 0.97;
 /// Of what guesses are expected to give, so much is believed: a step that gains nothing is a step that loses.
 const BELIEVED: f32 = 0.8;
 /// Where nothing is known of a step's time: a token more costs 0.15 of a step of one.
-const ASSUMED: StepCost = StepCost {
-    body_us: [1.0, 1.15, 1.45, 2.05, 3.25, 5.65, 10.45, 20.05],
-    head_us: [0.0; StepCost::SIZES.len()],
-    pair_us: 0.0,
-};
+const ASSUMED: StepCost = StepCost { body_us: assumed(), ..StepCost::UNKNOWN };
+
+const fn assumed() -> [f32; StepCost::SIZES.len()] {
+    let mut us = [0.0; StepCost::SIZES.len()];
+    let mut i = 0;
+    while i < us.len() {
+        us[i] = 0.85 + 0.15 * StepCost::SIZES[i] as f32;
+        i += 1;
+    }
+    us
+}
 
 /// Guesses of one kind that came true, and all of them, weighed by age.
 #[derive(Clone, Copy, Debug)]
@@ -154,8 +160,9 @@ impl Scheduler {
         let mut candidates = Vec::new();
         for (at, row) in step.plan.rows.iter().enumerate() {
             let start = row.start.0 as usize;
-            all = all.with(start, row.inputs.len(), u32::from(!row.samples.is_empty()));
-            if row.inputs.len() == 1 && !row.samples.is_empty() {
+            let draws = u32::from(!row.samples.is_empty());
+            all = all.with(start, row.inputs.len(), draws);
+            if row.inputs.len() == 1 && draws == 1 {
                 decoding = decoding.with(start, 1, 1);
             }
             if let Some((chance, guess)) = self.guess(row) {

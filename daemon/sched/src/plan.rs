@@ -50,12 +50,21 @@ impl StepPlan {
         Tokens(self.rows.iter().map(|row| row.inputs.len() as u32).sum())
     }
 
+    /// Whether parts of prompts are in it beside sequences that decode.
+    pub(crate) fn is_mixed(&self) -> bool {
+        let part = |row: &&Row| row.inputs.len() as u32 > 1 + row.drafts;
+        let parts = self.rows.iter().filter(part).count();
+        (1..self.rows.len()).contains(&parts)
+    }
+
     /// Predicted time of all rows, in microseconds; 0 where `cost` is not known.
     #[must_use]
     pub fn predicted_us(&self, cost: &StepCost) -> f32 {
         let add = |load: Load, row: &Row| {
-            let draws = if row.samples.is_empty() { 0 } else { 1 + row.drafts };
-            load.with(row.start.0 as usize, row.inputs.len(), draws)
+            let (start, certain) = (row.start.0 as usize, row.inputs.len() - row.drafts as usize);
+            let guesses = row.certain().0 as u64 + 1..=(start + row.inputs.len()) as u64;
+            let load = load.with(start, certain, u32::from(!row.samples.is_empty()));
+            load.with_guesses(row.drafts, guesses.sum())
         };
         self.rows.iter().fold(Load::default(), add).us(cost)
     }

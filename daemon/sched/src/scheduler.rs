@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use pagedd_core::{Blocks, FinishReason, PlanId, RequestId, SequenceId, TenantId, TokenId, Tokens};
 use pagedd_kv::{BlockLease, BlockPool, PrefixHasher};
 
+use crate::budget::Pace;
 use crate::config::{SchedulerConfig, Tuning};
 use crate::draft::Drafter;
 use crate::request::{AdmitError, Ended, Finished, NewRequest, Request};
@@ -40,6 +41,7 @@ pub struct Scheduler {
     pub(crate) suspects: Suspects,
     pub(crate) waits: Vec<Wait>,
     pub(crate) now_us: u64,
+    pub(crate) pace: Pace,
     next_sequence: u64,
     pub(crate) next_plan: PlanId,
 }
@@ -96,6 +98,7 @@ impl Scheduler {
             suspects: Suspects::default(),
             waits: Vec::new(),
             now_us: 0,
+            pace: Pace::default(),
             next_sequence: 1,
             next_plan: PlanId(1),
         }

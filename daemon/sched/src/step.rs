@@ -123,7 +123,7 @@ impl Scheduler {
             flight: Flight { id: self.next_plan, copies: Vec::new(), begun: Vec::new(), forked: Vec::new() },
             tokens_left: self.config.max_num_batched_tokens.0 as usize,
             promised: decoding.len(),
-            budget: Budget::new(&self.config, decoding.into_iter()),
+            budget: Budget::new(&self.config, self.pace, decoding.into_iter()),
             claims,
             outstanding: Vec::new(),
             outstanding_total: 0,

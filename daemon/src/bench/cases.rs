@@ -2,14 +2,14 @@
 //!
 //! **Owns** the rounds of a row: the warm-up, then what is measured. **Never** measures a step of the warm-up.
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 use pagedd_config::Model;
 use pagedd_core::{TokenId, Tokens};
 use pagedd_wire::worker::DeviceStep;
 
 use super::load::Draw;
 use super::numbers::{mean, median, percentile};
-use super::options::{Latency, RunOptions, SharedPrefix, Throughput};
+use super::options::{Latency, RunOptions, SharedPrefix, Strangers, Throughput};
 use super::record::{Goal, Round};
 use super::report::{Row, Value, kept, shown};
 use super::rig::{Asked, Moment, Processor, Rig};
@@ -195,6 +195,104 @@ impl Bench<'_> {
         Ok(row)
     }
 
+    /// `batch` sequences that run together, and beside them a stranger's prompts, one after the other.
+    ///
+    /// # Errors
+    /// As [`Bench::throughput`].
+    pub fn foreign(&mut self, case: &Strangers) -> anyhow::Result<Row> {
+        let Strangers { batch, input_len, output_len: output, foreign_len, foreign, .. } = *case;
+        let (budget, warmup) = (self.budget(), self.run.warmup);
+        let seats = self.model.max_num_seqs;
+        ensure!(
+            batch < seats,
+            "--batch: {batch} and a foreign sequence are more than the model's max_num_seqs, {seats}"
+        );
+        ensure!(
+            batch < budget,
+            "--budget: a step of {budget} tokens has no room for prompts beside --batch {batch}"
+        );
+        self.check_length("--foreign-len", foreign_len, 1)?;
+        self.check_length("--input-len and --output-len", input_len, output)?;
+        let size = Tokens(self.rig.info.block_size);
+        let of = |tokens: u32| u64::from(Tokens(tokens).in_blocks(size).0);
+        let (blocks, pool) =
+            (u64::from(batch) * of(input_len + output) + of(foreign_len), self.rig.info.blocks);
+        ensure!(
+            blocks <= u64::from(pool),
+            "--batch and --foreign-len: they need {blocks} KV blocks and the pool has {pool}: give it more with kv_memory"
+        );
+
+        self.warm_up(foreign_len, batch + 1)?;
+        // They go on for as long as they can: nobody knows how many steps a prompt beside them takes.
+        let longest = self.rig.info.max_model_len - input_len;
+        let asked = (0..batch).map(|_| self.asked(input_len, longest)).collect();
+        self.rig.begin(asked)?;
+        let end = output as usize - 1;
+        self.rig.wait(Goal::Steady(end))?;
+        let steady = self.rig.round().steady.len();
+        ensure!(
+            steady >= end,
+            "--output-len: only {} steps had all {batch} sequences before one of them ended; is itl_target too short?",
+            steady + 1
+        );
+        let mut beside = Vec::new();
+        let before = self.rig.moment();
+        for _ in 0..foreign {
+            let asked = self.asked(foreign_len, 1);
+            let (place, sent) = self.rig.join(asked)?;
+            self.rig.wait(Goal::First(place))?;
+            beside.push((sent, self.rig.round().first[place]));
+        }
+        let after = self.rig.moment();
+        self.rig.cancel()?;
+        self.rig.wait(Goal::Ended)?;
+
+        let round = self.rig.round();
+        let beside = beside
+            .into_iter()
+            .map(|(sent, first)| Some((sent, first?)))
+            .collect::<Option<Vec<_>>>()
+            .context("--output-len: a running sequence reached the model's context before a foreign prompt was done")?;
+        let quiet = &round.steady[warmup as usize..end];
+        let quiet: Vec<f64> = quiet.iter().map(|step| ms(round.interval(*step))).collect();
+        let steps = round.between(&beside);
+        let left_out = steps.iter().filter(|step| round.steps[**step].rows < batch).count();
+        ensure!(
+            left_out == 0,
+            "{left_out} steps had not all {batch} sequences: give the pool more with kv_memory"
+        );
+        let gaps: Vec<f64> = steps.iter().map(|step| ms(round.interval(*step))).collect();
+        let took: Vec<f64> = beside.iter().map(|(sent, first)| ms(first.duration_since(*sent))).collect();
+        let (calm, disturbed) = (percentile(&quiet, 0.99), percentile(&gaps, 0.99));
+        let mut row = vec![
+            shown("batch", "batch", batch),
+            shown("input_len", "context", input_len),
+            shown("foreign_len", "foreign", foreign_len),
+            kept("foreign_prompts", foreign),
+            kept("output_len", output),
+            shown("itl_target_ms", "target ms", Value::real(self.model.itl_target.map(ms), 1)),
+        ];
+        row.extend(self.conditions());
+        row.extend([
+            shown("quiet_ms_p50", "quiet p50", Value::real(median(&quiet), 3)),
+            shown("quiet_ms_p99", "quiet p99", Value::real(calm, 3)),
+            shown("beside_ms_p50", "beside p50", Value::real(median(&gaps), 3)),
+            shown("beside_ms_p99", "beside p99", Value::real(disturbed, 3)),
+            shown("beside_ms_max", "beside max", Value::real(percentile(&gaps, 1.0), 3)),
+            shown("p99_ratio", "p99 ratio", Value::real(disturbed.zip(calm).map(|(b, q)| b / q), 2)),
+            shown("foreign_ms", "foreign ms", Value::real(mean(&took), 1)),
+            shown(
+                "foreign_tokens_per_second",
+                "foreign tok/s",
+                Value::real(mean(&took).map(|took| f64::from(foreign_len) * 1e3 / took), 0),
+            ),
+        ]);
+        row.extend(self::steps(&round, &steps, mean(&gaps), before.until(&after)));
+        row.extend(self.device(&round, &steps));
+        row.extend(self.gpu(&before, &after));
+        Ok(row)
+    }
+
     /// Requests that nobody measures: as many sequences as will run, of which so many have prompts of full length as fill a step.
     fn warm_up(&mut self, input: u32, requests: u32) -> anyhow::Result<()> {
         if self.run.warmup == 0 {
@@ -265,10 +363,16 @@ impl Bench<'_> {
 /// Means of these steps; `step_ms` is from the end of one to the end of the next.
 fn steps(round: &Round, measured: &[usize], step_ms: Option<f64>, processor: Processor) -> Row {
     let compute: Vec<f64> = measured.iter().map(|step| round.steps[*step].compute_us as f64).collect();
+    let predicted = || measured.iter().map(|step| round.steps[*step].predicted_us as f64);
+    let wrong: Vec<f64> =
+        predicted().zip(&compute).map(|(predicted, compute)| (predicted - compute).abs()).collect();
+    let predicted: Vec<f64> = predicted().collect();
     let outside = mean(&compute).zip(step_ms).map(|(compute, step)| step * 1e3 - compute);
     vec![
         shown("steps", "steps", measured.len() as u64),
         shown("compute_us", "compute us", Value::real(mean(&compute), 0)),
+        kept("predicted_us", Value::real(mean(&predicted), 0)),
+        kept("misjudged_us", Value::real(mean(&wrong), 0)),
         shown("outside_us", "outside us", Value::real(outside, 0)),
         shown("engine_cpu_us", "engine CPU us", Value::real(processor.engine, 0)),
         shown("worker_cpu_us", "worker CPU us", Value::real(processor.worker, 0)),

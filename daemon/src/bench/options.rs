@@ -29,6 +29,8 @@ pub enum Case {
     Latency(Latency),
     /// Requests per second where all prompts begin alike
     Prefix(SharedPrefix),
+    /// Time per token of running sequences while another tenant's long prompt is computed, against that of before
+    Foreign(Strangers),
 }
 
 impl Case {
@@ -38,6 +40,7 @@ impl Case {
             Self::Throughput(_) => "throughput",
             Self::Latency(_) => "latency",
             Self::Prefix(_) => "prefix",
+            Self::Foreign(_) => "foreign",
         }
     }
 
@@ -47,6 +50,7 @@ impl Case {
             Self::Throughput(case) => &case.model,
             Self::Latency(case) => &case.model,
             Self::Prefix(case) => &case.model,
+            Self::Foreign(case) => &case.model,
         }
     }
 
@@ -56,6 +60,7 @@ impl Case {
             Self::Throughput(case) => &case.run,
             Self::Latency(case) => &case.run,
             Self::Prefix(case) => &case.run,
+            Self::Foreign(case) => &case.run,
         }
     }
 
@@ -65,6 +70,8 @@ impl Case {
             Self::Throughput(case) => case.requests.saturating_mul(case.choices),
             Self::Latency(case) => case.batch.iter().copied().max().unwrap_or(1),
             Self::Prefix(case) => case.requests,
+            // Foreign ones come one at a time.
+            Self::Foreign(case) => case.batch + 1,
         }
     }
 
@@ -76,7 +83,7 @@ impl Case {
     /// Sequences that run at a time where nobody says how many may.
     fn seats(&self) -> u32 {
         match self {
-            Self::Latency(_) => self.most_sequences(),
+            Self::Latency(_) | Self::Foreign(_) => self.most_sequences(),
             Self::Throughput(_) | Self::Prefix(_) => self.most_sequences().min(SEATS),
         }
     }
@@ -143,6 +150,32 @@ pub struct SharedPrefix {
     /// Tokens of an answer
     #[arg(long, value_name = "N", default_value = "64", value_parser = count(MOST_TOKENS))]
     pub output_len: u32,
+    /// Which model.
+    #[command(flatten)]
+    pub model: ModelOptions,
+    /// How it is measured.
+    #[command(flatten)]
+    pub run: RunOptions,
+}
+
+/// Of `foreign`.
+#[derive(Args, Debug)]
+pub struct Strangers {
+    /// Sequences that run together
+    #[arg(long, value_name = "N", default_value = "64", value_parser = count(MOST_SEATS - 1))]
+    pub batch: u32,
+    /// Tokens of their prompts
+    #[arg(long, value_name = "N", default_value = "1024", value_parser = count(MOST_TOKENS))]
+    pub input_len: u32,
+    /// Steps of these alone, with those of the warm-up, before the first foreign prompt comes
+    #[arg(long, value_name = "N", default_value = "220", value_parser = count(MOST_TOKENS))]
+    pub output_len: u32,
+    /// Tokens of a foreign prompt
+    #[arg(long, value_name = "N", default_value = "32500", value_parser = count(MOST_TOKENS))]
+    pub foreign_len: u32,
+    /// Foreign prompts, one after the other
+    #[arg(long, value_name = "N", default_value = "3", value_parser = count(1_000))]
+    pub foreign: u32,
     /// Which model.
     #[command(flatten)]
     pub model: ModelOptions,

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use pagedd_core::{FinishReason, RequestId};
+use pagedd_core::{FinishReason, RequestId, StepCost};
 use pagedd_engine::{EngineStats, Journal, Observer, StepRecord, Worker, WorkerLost, WorkersExhausted};
 use pagedd_sched::{AdmitError, SequenceSnapshot, StepOutput, StepPlan};
 use pagedd_wire::worker::DeviceStep;
@@ -23,6 +23,8 @@ pub struct Step {
     pub collected: Instant,
     /// Time that the worker reports.
     pub compute_us: u64,
+    /// Time that was predicted; 0 where nothing is known of it.
+    pub predicted_us: u64,
     /// Sequences in it.
     pub rows: u32,
     /// Every row is one token that is followed by a draw.
@@ -36,6 +38,8 @@ pub struct Step {
 pub enum Goal {
     /// So many steps in which all sequences of the round ran, each after another such step; or that one of them has ended.
     Steady(usize),
+    /// The request of this place in the round has its first token; or one has ended that is not of those that joined.
+    First(usize),
     /// Every request has ended, or one was refused.
     Ended,
 }
@@ -45,6 +49,8 @@ pub enum Goal {
 pub struct Round {
     /// Number of its first request.
     base: u64,
+    /// Requests that it began with. Those behind joined later.
+    began: usize,
     /// When each request's first token was there.
     pub first: Vec<Option<Instant>>,
     /// Steps since the round began.
@@ -61,6 +67,8 @@ pub struct Round {
     pub begun: u64,
     /// Requests that have ended.
     pub ended: usize,
+    /// Of these, the ones that the round began with.
+    ended_of_began: usize,
     /// Of these, failed.
     pub failed: usize,
     /// Workers that died.
@@ -73,20 +81,30 @@ pub struct Round {
 impl Round {
     /// Of requests with the numbers `[base, base + requests)`.
     fn new(base: u64, requests: usize) -> Self {
-        Self { base, first: vec![None; requests], ..Self::default() }
+        Self { base, began: requests, first: vec![None; requests], ..Self::default() }
+    }
+
+    /// One more request, with the number that follows. Its place.
+    pub fn join(&mut self) -> usize {
+        self.first.push(None);
+        self.first.len() - 1
     }
 
     /// Whether there is nothing more to wait for.
     pub fn has_reached(&self, goal: Goal) -> bool {
         match goal {
             Goal::Steady(steps) => self.steady.len() >= steps || self.ended > 0 || self.refused.is_some(),
+            Goal::First(place) => {
+                let there = self.first.get(place).is_none_or(Option::is_some);
+                there || self.ended_of_began > 0 || self.refused.is_some()
+            }
             Goal::Ended => self.ended >= self.first.len() || self.refused.is_some(),
         }
     }
 
     /// A step is over.
     pub fn add(&mut self, step: Step) {
-        let all = |step: &Step| step.decodes && step.rows as usize == self.first.len();
+        let all = |step: &Step| step.decodes && step.rows as usize == self.began;
         if all(&step) && self.steps.last().is_some_and(all) {
             self.steady.push(self.steps.len());
         }
@@ -96,6 +114,12 @@ impl Round {
     /// Time between the ends of a step and of the one before it.
     pub fn interval(&self, step: usize) -> Duration {
         self.steps[step].collected - self.steps[step - 1].collected
+    }
+
+    /// Steps that were done in one of these spans, each of which has a step before it.
+    pub fn between(&self, spans: &[(Instant, Instant)]) -> Vec<usize> {
+        let within = |at: Instant| spans.iter().any(|(from, to)| *from < at && at <= *to);
+        (1..self.steps.len()).filter(|step| within(self.steps[*step].collected)).collect()
     }
 
     fn commit(&mut self, record: &StepRecord, now: Instant) {
@@ -112,6 +136,8 @@ impl Round {
         }
         for finished in record.finished.iter().filter(|finished| finished.ended.is_some()) {
             self.ended += 1;
+            let place = number(finished.request).checked_sub(self.base);
+            self.ended_of_began += usize::from(place.is_some_and(|place| place < self.began as u64));
             self.failed += usize::from(finished.reason == FinishReason::Failed);
         }
     }
@@ -166,6 +192,7 @@ impl Record {
 /// A plan that is out.
 struct Submitted {
     at: Instant,
+    predicted_us: u64,
     rows: u32,
     decodes: bool,
 }
@@ -174,13 +201,14 @@ struct Submitted {
 pub struct Timed {
     worker: WorkerProcess,
     record: Arc<Record>,
+    cost: StepCost,
     out: VecDeque<Submitted>,
 }
 
 impl Timed {
-    /// Tells `record` of every step.
-    pub fn new(worker: WorkerProcess, record: Arc<Record>) -> Self {
-        Self { worker, record, out: VecDeque::new() }
+    /// Tells `record` of every step, and what it takes by `cost`.
+    pub fn new(worker: WorkerProcess, record: Arc<Record>, cost: StepCost) -> Self {
+        Self { worker, record, cost, out: VecDeque::new() }
     }
 }
 
@@ -189,16 +217,25 @@ impl Worker for Timed {
         let draws = |row: &pagedd_sched::Row| row.inputs.len() == 1 && row.samples.len() == 1;
         let (rows, decodes) = (plan.rows.len() as u32, plan.rows.iter().all(draws));
         self.record.round().begun += plan.begin.len() as u64;
-        self.out.push_back(Submitted { at: Instant::now(), rows, decodes });
+        let predicted_us = plan.predicted_us(&self.cost) as u64;
+        self.out.push_back(Submitted { at: Instant::now(), predicted_us, rows, decodes });
         self.worker.submit(plan)
     }
 
     fn collect(&mut self) -> Result<StepOutput, WorkerLost> {
         let output = self.worker.collect()?;
         let collected = Instant::now();
-        if let Some(Submitted { at, rows, decodes }) = self.out.pop_front() {
+        if let Some(Submitted { at, predicted_us, rows, decodes }) = self.out.pop_front() {
             let (compute_us, device) = (output.compute_us, self.worker.device_step());
-            self.record.round().add(Step { submitted: at, collected, compute_us, rows, decodes, device });
+            self.record.round().add(Step {
+                submitted: at,
+                collected,
+                compute_us,
+                predicted_us,
+                rows,
+                decodes,
+                device,
+            });
         }
         Ok(output)
     }

@@ -25,6 +25,8 @@ use crate::worker::{ModelState, WorkerProcess};
 
 /// Whose requests they are.
 const TENANT: TenantId = TenantId(1);
+/// Who sends what comes between.
+const STRANGER: TenantId = TenantId(2);
 /// Keys the prefix hash; there is nobody to keep it from.
 const CACHE_KEY: [u8; 32] = [7; 32];
 /// An engine has gone idle by then, and looked through its blocks.
@@ -120,15 +122,16 @@ impl Rig {
         let thread = Some(thread);
         let (worker, next, sent) = (pid, 1, 0..0);
         let rig = Self { info, gpu, engine, record, thread, task, worker, next, sent, end, began };
-        rig.share()?;
+        rig.share(TENANT)?;
+        rig.share(STRANGER)?;
         Ok(rig)
     }
 
-    /// Gives the tenant the whole pool. Its sequences guess nothing: a step is one token of each.
-    fn share(&self) -> anyhow::Result<()> {
+    /// Gives a tenant the whole pool. Its sequences guess nothing: a step is one token of each.
+    fn share(&self, tenant: TenantId) -> anyhow::Result<()> {
         let (answer, set) = sync_channel(1);
         self.send(Command::SetTenant {
-            tenant: TENANT,
+            tenant,
             share: ShareSpec { floor: Blocks::ZERO, ceiling: Blocks(self.info.blocks) },
             prompt_lookup: Some(false),
             reply: Box::new(move |result| {
@@ -171,20 +174,25 @@ impl Rig {
         self.sent = self.next..self.next + asked.len() as u64;
         self.next = self.sent.end;
         self.record.begin(self.sent.start, asked.len());
-        let requests = self.sent.clone().zip(asked).map(|(number, asked)| NewRequest {
-            id: id(number),
-            tenant: TENANT,
-            prompt: asked.prompt,
-            n: asked.choices,
-            max_tokens: Tokens(asked.tokens),
-            stop_ids: Vec::new(),
-            sampling: asked.sampling,
-        });
-        let submissions: Vec<_> =
-            requests.map(|request| Box::new(Submission { request, ticket: () })).collect();
+        let commands: Vec<_> =
+            self.sent.clone().zip(asked).map(|(number, asked)| submit(number, TENANT, asked)).collect();
         let start = Instant::now();
-        submissions.into_iter().try_for_each(|submission| self.send(Command::Submit(submission)))?;
+        commands.into_iter().try_for_each(|command| self.send(command))?;
         Ok(start)
+    }
+
+    /// Sends a stranger's request while the round goes on. Its place in the round, and when it was sent.
+    ///
+    /// # Errors
+    /// The engine has ended.
+    pub fn join(&mut self, asked: Asked) -> anyhow::Result<(usize, Instant)> {
+        let command = submit(self.next, STRANGER, asked);
+        self.next += 1;
+        self.sent.end = self.next;
+        let place = self.record.round().join();
+        let sent = Instant::now();
+        self.send(command)?;
+        Ok((place, sent))
     }
 
     /// Ends the requests of the round that have not.
@@ -264,6 +272,13 @@ impl Drop for Rig {
     }
 }
 
+fn submit(number: u64, tenant: TenantId, asked: Asked) -> Command<()> {
+    let Asked { prompt, sampling, choices, tokens } = asked;
+    let (max_tokens, stop_ids) = (Tokens(tokens), Vec::new());
+    let request = NewRequest { id: id(number), tenant, prompt, n: choices, max_tokens, stop_ids, sampling };
+    Command::Submit(Box::new(Submission { request, ticket: () }))
+}
+
 fn left(end: Instant) -> Duration {
     end.saturating_duration_since(Instant::now())
 }
@@ -286,9 +301,10 @@ fn run(
         Err(exhausted) => return drop(up.send(Err(exhausted.reason))),
     };
     let Loaded { scheduler, ledger } = model::load(&mut worker, model, &info, CACHE_KEY, &Seed::Fresh(None));
+    let cost = info.cost.into();
     drop(up.send(Ok((info, machine::this_thread()))));
     let config = model::engine_config(&worker);
-    let (worker, journal) = (Timed::new(worker, record.clone()), Counted(record));
+    let (worker, journal) = (Timed::new(worker, record.clone(), cost), Counted(record));
     let mut engine = Engine::new(config, commands, scheduler, worker, journal, Unobserved, Instant::now());
     if let Some((ledger, _)) = ledger {
         engine = engine.with_ledger(Box::new(ledger));

@@ -61,6 +61,7 @@ fn as_many_sequences_run_as_there_are_requests_up_to_a_bound() {
     assert_eq!(budget("latency --batch 1,600"), 600, "a step has a token for each");
     assert_eq!(budget("latency --batch 1,600 --budget 1024,2048"), 2048);
     assert_eq!(budget("throughput"), 512);
+    assert_eq!(seats("foreign --batch 7"), 8, "a foreign prompt runs beside them");
     let model = model(&format!("throughput --requests 5000 --path {FILE}")).expect("it holds");
     assert_eq!(model.max_queued_requests, 5000, "all of them may wait");
 }
@@ -110,6 +111,8 @@ fn options_out_of_range_are_refused_by_name() {
         ("prefix --prefix-cache maybe", "--prefix-cache"),
         ("prefix --budget 0", "--budget"),
         ("latency --limit 0", "--limit"),
+        ("foreign --foreign 0", "--foreign"),
+        ("foreign --batch 4096", "--batch"),
     ] {
         let error = parsed(&format!("{line} --path {FILE}")).expect_err(line);
         assert!(error.contains(option), "{line}: {error}");
@@ -119,6 +122,9 @@ fn options_out_of_range_are_refused_by_name() {
     assert!(both.contains("--config") && both.contains("--path"), "{both}");
     let short =
         super::checked(&parsed(&format!("latency --path {FILE} --output-len 21")).expect("it parses"));
+    assert!(short.expect_err("nothing is left").starts_with("--output-len: 21"));
+    let short =
+        super::checked(&parsed(&format!("foreign --path {FILE} --output-len 21")).expect("it parses"));
     assert!(short.expect_err("nothing is left").starts_with("--output-len: 21"));
 }
 
@@ -194,7 +200,7 @@ fn the_middle_and_the_ends_of_values_are_found_in_any_order() {
 
 fn step(at: Instant, ms: u64, rows: u32, decodes: bool) -> Step {
     let (submitted, collected) = (at + Duration::from_millis(ms), at + Duration::from_millis(ms + 1));
-    Step { submitted, collected, compute_us: 900, rows, decodes, device: None }
+    Step { submitted, collected, compute_us: 900, predicted_us: 0, rows, decodes, device: None }
 }
 
 #[test]
@@ -237,6 +243,42 @@ fn only_steps_of_all_sequences_behind_such_a_step_are_steady() {
     assert_eq!(round.steady, [3, 6, 7], "each of them follows a step like it");
     assert_eq!(round.interval(6), Duration::from_millis(10));
     assert!(round.has_reached(Goal::Steady(3)) && !round.has_reached(Goal::Steady(4)));
+}
+
+#[test]
+fn what_joins_a_round_makes_no_step_steady_and_its_end_ends_nothing() {
+    let record = std::sync::Arc::new(Record::default());
+    record.begin(5, 2);
+    let start = Instant::now();
+    for i in 0..3 {
+        record.round().add(step(start, i * 10, 2, true));
+    }
+    let place = record.round().join();
+    assert_eq!((place, record.round().steady.clone()), (2, vec![1, 2]));
+    assert!(!record.round().has_reached(Goal::First(place)));
+    record.round().add(step(start, 40, 3, false));
+    record.round().add(step(start, 55, 3, true));
+    let mut journal = Counted(record.clone());
+    let finished = vec![finished(7, FinishReason::Length)];
+    journal.commit(StepRecord { tokens: vec![emitted(7)], finished, ..StepRecord::default() });
+    let round = record.round();
+    assert!(round.has_reached(Goal::First(place)) && round.first[place].is_some());
+    assert_eq!(round.steady, [1, 2], "three rows are not the two that it began with");
+    let within = |from: u64, to: u64| {
+        round.between(&[(start + Duration::from_millis(from), start + Duration::from_millis(to))])
+    };
+    assert_eq!((within(0, 5), within(22, 56), within(56, 90)), (vec![], vec![3, 4], vec![]));
+}
+
+#[test]
+fn whoever_waits_for_a_stranger_hears_of_an_answer_that_ends_before_it() {
+    let record = std::sync::Arc::new(Record::default());
+    record.begin(5, 2);
+    let place = record.round().join();
+    let finished = vec![finished(6, FinishReason::Length)];
+    Counted(record.clone()).commit(StepRecord { finished, ..StepRecord::default() });
+    let round = record.round();
+    assert!(round.has_reached(Goal::First(place)) && round.first[place].is_none());
 }
 
 fn emitted(number: u64) -> Emitted {

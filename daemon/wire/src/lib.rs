@@ -19,7 +19,7 @@ pub use channel::{Channel, ChannelError};
 pub use frame::{FrameBuffer, FrameError, MAX_FRAME, encode};
 
 /// Version of every protocol in this crate. The two sides are installed together; a mismatch is refused at `Hello`.
-pub const PROTOCOL: u32 = 10;
+pub const PROTOCOL: u32 = 11;
 
 /// Sampling parameters as they travel; see [`pagedd_core::SamplingParams`].
 #[derive(Clone, Copy, PartialEq, Debug, serde::Serialize, serde::Deserialize)]

@@ -365,24 +365,26 @@ pub struct StepCost {
     pub body_us: [f32; pagedd_core::StepCost::SIZES.len()],
     /// What a sampled row costs on top, at as many rows.
     pub head_us: [f32; pagedd_core::StepCost::SIZES.len()],
-    /// Attention, per pair of a query and a position.
-    pub pair_us: f32,
+    /// Attention of rows of a single token, per pair of a query and a position.
+    pub row_pair_us: f32,
+    /// The same of parts of prompts.
+    pub part_pair_us: f32,
 }
 
 impl From<pagedd_core::StepCost> for StepCost {
     fn from(cost: pagedd_core::StepCost) -> Self {
-        let pagedd_core::StepCost { body_us, head_us, pair_us } = cost;
-        Self { body_us, head_us, pair_us }
+        let pagedd_core::StepCost { body_us, head_us, row_pair_us, part_pair_us } = cost;
+        Self { body_us, head_us, row_pair_us, part_pair_us }
     }
 }
 
 /// What is no time counts as nothing known.
 impl From<StepCost> for pagedd_core::StepCost {
     fn from(cost: StepCost) -> Self {
-        let StepCost { body_us, head_us, pair_us } = cost;
+        let StepCost { body_us, head_us, row_pair_us, part_pair_us } = cost;
         let time = |us: &f32| us.is_finite() && *us >= 0.0;
-        let known = body_us.iter().chain(&head_us).all(time) && time(&pair_us);
-        if known { Self { body_us, head_us, pair_us } } else { Self::UNKNOWN }
+        let known = body_us.iter().chain(&head_us).chain([&row_pair_us, &part_pair_us]).all(time);
+        if known { Self { body_us, head_us, row_pair_us, part_pair_us } } else { Self::UNKNOWN }
     }
 }
 

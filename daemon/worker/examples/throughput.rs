@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{Parser, ValueEnum};
-use pagedd_core::{SamplingParams, StepCost};
+use pagedd_core::{Pairs, SamplingParams, StepCost};
 use pagedd_kernels::ThreadPool;
 use pagedd_wire::PROTOCOL;
 use pagedd_wire::worker::{
@@ -102,7 +102,7 @@ fn main() -> anyhow::Result<()> {
         "prompt of 512 tokens: {:8.1} tokens/s, {:.2} ms, {:.2} ms predicted, {:.1} per CPU second",
         512.0 / seconds,
         seconds * 1e3,
-        predicted_ms(512, 1, 512 * 513 / 2),
+        predicted_ms(512, 1, Pairs::of_part(0, 512)),
         5.0 * 512.0 / (cpu_seconds()? - cpu)
     );
     for sequences in args.sequences {
@@ -120,7 +120,11 @@ fn main() -> anyhow::Result<()> {
             "{sequences:3} sequences:       {:10.1} tokens/s, {:.2} ms a step, {:.2} ms predicted, {:.1} per CPU second",
             sequences as f64 / seconds,
             seconds * 1e3,
-            predicted_ms(sequences as u32, sequences as u32, sequences * u64::from(CONTEXT + STEPS / 2)),
+            predicted_ms(
+                sequences as u32,
+                sequences as u32,
+                Pairs { rows: sequences * u64::from(CONTEXT + STEPS / 2), parts: 0 }
+            ),
             (sequences * u64::from(STEPS)) as f64 / (cpu_seconds()? - cpu)
         );
     }

@@ -45,6 +45,13 @@ const CONTENT_VERSION: u32 = 1;
 const RANKS: usize = 20;
 /// Adjusted tokens of all draws that are made together.
 const ADJUSTMENTS: usize = 1 << 20;
+/// Most tokens of prompts in a step that are attended for as rows of their own; how many positions lie before such a part at least, and how many
+/// for each of its tokens. The kernel for prompts has a block walk through all that its tokens see: behind a long past, a few hundred tokens leave
+/// most of the GPU without one. Rows that see the same past read it together, cut into as many pieces as keep the GPU busy, at the price of
+/// merging them.
+const PART_ROWS: usize = 320;
+const PART_PAST: usize = 2048;
+const PAST_OF_EACH: usize = 24;
 /// Memory that is left to the driver, its libraries and recorded steps.
 const RESERVE: u64 = 1 << 30;
 
@@ -77,6 +84,8 @@ enum Out {
 struct Layout {
     /// What is computed, in the order of the device.
     pieces: Vec<Piece>,
+    /// Those behind the decoded ones, while they are found.
+    parts: Vec<Piece>,
     /// So many of them, the first ones, are decoded.
     decoded: usize,
     tokens: Vec<TokenSource>,
@@ -281,7 +290,7 @@ fn decoder_limits(steps: &Steps) -> DecoderLimits {
     let most = seqs + MOST_DRAFTS as usize;
     DecoderLimits {
         // Where every token behind a prompt is decoded, a long answer that is computed again is as many rows.
-        rows: if steps.deterministic { tokens.max(seqs) } else { seqs },
+        rows: if steps.deterministic { tokens.max(seqs) } else { tokens.min(seqs + PART_ROWS).max(seqs) },
         tokens,
         wanted: most.min(tokens),
         draws: most,
@@ -529,28 +538,33 @@ impl Compute for GpuModel {
 
 impl Layout {
     /// With `sequences` a row's bits are to depend on its own tokens alone: what is of a prompt is attended for by one kernel, what comes
-    /// after by the other, however it comes. Without, a row of one token is decoded.
+    /// after by the other, however it comes. Without, a row of one token is decoded, and so are the tokens of a small part behind a long past.
     fn set(&mut self, copies: &[BlockCopy], batch: &Batch, wanted: &[usize], sequences: Option<&Sequences>) {
         self.copies.clear();
         self.copies.extend(copies.iter().map(|c| (BlockId(c.from), BlockId(c.to), c.tokens as usize)));
-        let prompt_tokens = |row: &BatchRow| match sequences {
+        let mut room = PART_ROWS;
+        let mut prompt_tokens = |row: &BatchRow| match sequences {
             Some(sequences) => {
                 let prompt = sequences.get(row.seq).map_or(0, |sequence| sequence.prompt);
                 (prompt.saturating_sub(row.start) as usize).min(row.tokens.len())
             }
             None if row.tokens.len() == 1 => 0,
+            None if row.tokens.len() <= room && is_decoded(row) => {
+                room -= row.tokens.len();
+                0
+            }
             None => row.tokens.len(),
         };
         self.pieces.clear();
+        self.parts.clear();
         for (index, row) in batch.rows.iter().enumerate() {
             let one = |before| Piece { row: index, before, tokens: 1 };
-            self.pieces.extend((prompt_tokens(row)..row.tokens.len()).map(one));
+            let tokens = prompt_tokens(row);
+            self.pieces.extend((tokens..row.tokens.len()).map(one));
+            self.parts.extend((tokens > 0).then_some(Piece { row: index, before: 0, tokens }));
         }
         self.decoded = self.pieces.len();
-        for (index, row) in batch.rows.iter().enumerate() {
-            let tokens = prompt_tokens(row);
-            self.pieces.extend((tokens > 0).then_some(Piece { row: index, before: 0, tokens }));
-        }
+        self.pieces.append(&mut self.parts);
         self.tokens.clear();
         self.places.clear();
         self.places.resize(batch.tokens.len(), 0);
@@ -571,6 +585,11 @@ impl Layout {
         let row = |&token: &usize| self.wanted.partition_point(|&place| place < self.places[token]) as u32;
         self.logits.extend(wanted.iter().map(row));
     }
+}
+
+/// Whether a part of a prompt is faster as rows of its own.
+fn is_decoded(part: &BatchRow) -> bool {
+    part.start as usize >= PART_PAST.max(PAST_OF_EACH * part.tokens.len())
 }
 
 impl GpuModel {

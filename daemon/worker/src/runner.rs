@@ -19,7 +19,7 @@ use pagedd_wire::worker::{
 
 use crate::arena::ArenaError;
 use crate::batch::{self, Batch, Limits, PlanError};
-use crate::calibrate;
+use crate::calibrate::{self, Machine};
 use crate::cpu;
 #[cfg(feature = "cuda")]
 use crate::gpu;
@@ -221,7 +221,7 @@ impl ModelRunner {
         let mut runner = Self { model, sequences, limits, info, flights: VecDeque::new(), done: None };
         match hello.known_cost {
             Some(known) if known.holds_for(hello, &runner.info) => runner.info.cost = known.cost,
-            Some(_) | None if hello.measure => runner.measure(),
+            Some(_) | None if hello.measure => runner.measure(hello.device),
             Some(_) | None => {}
         }
         runner
@@ -229,15 +229,20 @@ impl ModelRunner {
 
     /// Measures what steps take, on a KV arena that is there only meanwhile. Nothing depends on it: where it fails, steps are planned as if
     /// time did not count.
-    fn measure(&mut self) {
+    fn measure(&mut self, device: Device) {
         let start = Instant::now();
-        let capacity = calibrate::blocks(&self.limits);
+        let machine = match device {
+            Device::Cpu => Machine::Processor,
+            Device::Cuda { .. } => Machine::Gpu,
+        };
+        let capacity = calibrate::blocks(machine, &self.limits);
         if let Err(error) = self.model.set_aside(capacity) {
             return tracing::warn!(%error, "steps could not be measured");
         }
         let limits = self.limits;
         self.limits.capacity = capacity;
-        let cost = calibrate::measure(&limits, |plan| self.run(plan).map(|output| output.compute_us));
+        let cost =
+            calibrate::measure(machine, &limits, |plan| self.run(plan).map(|output| output.compute_us));
         self.model.put_back();
         // Where it failed, something may be on its way.
         self.model.forget();
@@ -245,9 +250,9 @@ impl ModelRunner {
         (self.limits, self.sequences) = (limits, Sequences::default());
         match cost {
             Ok(cost) => {
-                let StepCost { body_us, head_us, pair_us } = cost;
+                let StepCost { body_us, head_us, row_pair_us, part_pair_us } = cost;
                 let took_us = start.elapsed().as_micros() as u64;
-                tracing::info!(took_us, ?body_us, ?head_us, pair_us, "steps measured");
+                tracing::info!(took_us, ?body_us, ?head_us, row_pair_us, part_pair_us, "steps measured");
                 self.info.cost = cost.into();
             }
             Err(error) => tracing::warn!(%error, "steps could not be measured"),

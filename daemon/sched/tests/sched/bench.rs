@@ -33,12 +33,13 @@ pub fn config(capacity: u32, block_size: u32) -> SchedulerConfig {
     }
 }
 
-/// A cost that is a straight line everywhere, in microseconds: of a step, a token, a row and a pair.
-pub fn straight(step: f32, token: f32, row: f32, pair: f32) -> StepCost {
+/// A cost that is a straight line everywhere, in microseconds: of a step, a token, a row, and a pair of rows and of parts of prompts.
+pub fn straight(step: f32, token: f32, row: f32, [row_pair_us, part_pair_us]: [f32; 2]) -> StepCost {
     StepCost {
         body_us: StepCost::SIZES.map(|n| step + token * n as f32),
         head_us: StepCost::SIZES.map(|n| row * n as f32),
-        pair_us: pair,
+        row_pair_us,
+        part_pair_us,
     }
 }
 

@@ -81,7 +81,7 @@ impl World {
             config.cost = StepCost { body_us: [1.0; StepCost::SIZES.len()], ..StepCost::UNKNOWN };
         } else if dice.one_in(2) {
             let mut cost = || dice.below(20) as f32;
-            config.cost = straight(cost(), 1.0 + cost(), cost(), cost() / 8.0);
+            config.cost = straight(cost(), 1.0 + cost(), cost(), [cost() / 8.0, cost() / 64.0]);
             config.itl_target_us = Some(dice.below(600));
         }
         // Only a plain loop has a sequence's last token to guess from.

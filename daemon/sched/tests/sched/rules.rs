@@ -1,9 +1,9 @@
 //! Promises that a scenario would not show.
 
-use pagedd_core::{Blocks, FinishReason, StepCost, TenantId};
+use pagedd_core::{Blocks, FinishReason, StepCost, TenantId, Tokens};
 use pagedd_sched::{AdmitError, Input, NewRequest, StepOutput, Tuning};
 
-use crate::bench::{Bench, config, id, request, share};
+use crate::bench::{Bench, config, id, request, share, straight};
 
 #[test]
 fn a_failed_row_ends_its_request_only() {
@@ -94,6 +94,36 @@ fn while_a_sequence_tries_guesses_the_others_go_ahead_without_it() {
     }
     assert!(guessed > 2, "{guessed} plans with guesses");
     bench.finish();
+}
+
+#[test]
+fn on_a_machine_that_is_slower_than_was_measured_parts_of_prompts_get_smaller_until_steps_keep_to_the_target()
+{
+    const TARGET: u64 = 1000;
+    let mut config = config(600, 4);
+    config.max_num_batched_tokens = Tokens(512);
+    config.max_model_len = Tokens(1024);
+    config.cost = straight(100.0, 10.0, 1.0, [0.5, 0.1]);
+    config.itl_target_us = Some(TARGET);
+    for (slower, last) in [(1.0, 980.0..1001.0), (1.25, 960.0..1001.0)] {
+        let mut bench = Bench::new(config.clone(), 1).tenant(0, 0, 600).tenant(1, 0, 600);
+        bench.admit(request(1, 0, 10, 400)).unwrap();
+        bench.step();
+        let mut took = Vec::new();
+        for number in 2..6 {
+            bench.admit(request(number, 1, 700, 1)).unwrap();
+            while bench.ends(id(number)).is_empty() {
+                let cost = config.cost;
+                let us = bench.plan().map(|plan| plan.predicted_us(&cost) * slower).unwrap();
+                took.push(us);
+                bench.flying[0].1.compute_us = us.ceil() as u64;
+                bench.apply();
+            }
+        }
+        let late = &took[took.len() / 2..];
+        let longest = late.iter().copied().fold(0.0, f32::max);
+        assert!(last.contains(&longest), "{slower}: {took:?}");
+    }
 }
 
 #[test]

@@ -91,7 +91,8 @@ impl Player {
             }
             "cost" => {
                 let us = |key| value(words, key, 0) as f32;
-                self.config.cost = straight(us("step"), us("token"), us("row"), us("pair"));
+                let part = value(words, "part", value(words, "pair", 0)) as f32;
+                self.config.cost = straight(us("step"), us("token"), us("row"), [us("pair"), part]);
                 self.config.itl_target_us =
                     words.contains(&"target").then(|| value(words, "target", 0).into());
             }

@@ -65,6 +65,47 @@ fn rows_of_one_token_come_first_on_the_device_and_logits_are_found_again() {
 }
 
 #[test]
+fn small_parts_of_prompts_behind_a_long_past_are_decoded_token_by_token_as_far_as_there_is_room() {
+    let most = PART_ROWS;
+    let row = |seq, start, tokens| BatchRow { seq, start, tokens, samples: vec![].into(), drafts: 0 };
+    let batch = |parts: &[(u32, usize)]| {
+        let mut rows = vec![row(0, 7, 0..1)];
+        for (seq, &(start, tokens)) in (1..).zip(parts) {
+            let first = rows.last().map_or(0, |row: &BatchRow| row.tokens.end);
+            rows.push(row(seq, start, first..first + tokens));
+        }
+        Batch { tokens: vec![5; rows.last().map_or(0, |row| row.tokens.end)], rows, ..Batch::default() }
+    };
+    let far = (PAST_OF_EACH * most) as u32;
+    for (parts, expected) in [
+        (vec![(PART_PAST as u32, 3)], vec![1, 1, 1]),
+        (vec![(PART_PAST as u32 - 1, 3)], vec![3]),
+        (vec![(far, most)], vec![1; most]),
+        (vec![(far - 1, most)], vec![most]),
+        (vec![(2 * far, most + 1)], vec![most + 1]),
+        // The second has no room beside the first; the third has.
+        (vec![(far, most - 1), (far, 2), (far, 1)], [vec![1; most], vec![2]].concat()),
+    ] {
+        let mut layout = Layout::default();
+        let batch = batch(&parts);
+        layout.set(&[], &batch, &[], None);
+        let found: Vec<usize> = layout.pieces[1..].iter().map(|piece| piece.tokens).collect();
+        assert_eq!(found, expected, "{parts:?}");
+        assert_eq!(layout.decoded, 1 + expected.iter().filter(|tokens| **tokens == 1).count());
+        assert!(layout.decoded <= batch.rows.len() + most);
+        assert_eq!(layout.tokens.len(), batch.tokens.len());
+        // With bits of its own, a prompt is a prompt.
+        let mut sequences = Sequences::default();
+        for seq in 0..=parts.len() as u64 {
+            let (sampling, prompt) = (SamplingParams::GREEDY.into(), u32::from(seq > 0) * 100_000);
+            sequences.begin(&Begin { seq, choice: 0, sampling, prompt, tokens: vec![] });
+        }
+        layout.set(&[], &batch, &[], Some(&sequences));
+        assert_eq!((layout.decoded, layout.pieces.len()), (1, batch.rows.len()), "{parts:?}");
+    }
+}
+
+#[test]
 fn where_bits_must_not_depend_on_chunks_prompts_are_prefilled_and_what_follows_is_decoded_token_by_token() {
     let mut sequences = Sequences::default();
     for (seq, prompt) in [(1, 2), (2, 9), (3, 1)] {
