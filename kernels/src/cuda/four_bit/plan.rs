@@ -83,12 +83,11 @@ impl FewPlan {
         let (tiles, units) = (outputs / FOUR_BIT_TILE, inputs / FOUR_BIT_UNIT);
         let blocks = tiles.min(multiprocessors as usize);
         let shared = |form: Few| form.shared(rows, units, tiles.div_ceil(blocks));
-        let form = match normed {
-            true => Few::Normed,
-            false => {
-                let pair = [Few::Plain, Few::Long].into_iter().find(|&form| shared(form) <= SHARED_BY_TWO);
-                pair.unwrap_or(Few::Alone)
-            }
+        let form = if normed {
+            Few::Normed
+        } else {
+            let pair = [Few::Plain, Few::Long].into_iter().find(|&form| shared(form) <= SHARED_BY_TWO);
+            pair.unwrap_or(Few::Alone)
         };
         let shared = Some(shared(form)).filter(|&shared| shared <= SHARED)?;
         Some(Self { form, blocks: blocks as u32, shared: shared as u32 })

@@ -12,7 +12,9 @@ fn few_rows_have_a_plan_where_they_fit_into_shared_memory() {
     for (inputs, outputs) in LLAMA.into_iter().chain(odd) {
         for rows in 1..=8 {
             let Some(plan) = FewPlan::of(GemmShape { inputs, outputs }, rows, false, 132) else {
-                assert!(rows * inputs > 32_768, "{inputs} {outputs} {rows}");
+                // Too much of the input, or sums of too many tiles beside much of it.
+                let (much, sums) = (rows * inputs, outputs > 100_000);
+                assert!(much > if sums { 28_000 } else { 32_768 }, "{inputs} {outputs} {rows}");
                 continue;
             };
             assert!(plan.shared as usize <= plan::SHARED, "{inputs} {outputs} {rows}: {plan:?}");
