@@ -38,7 +38,8 @@ impl Scheduler {
         debug_assert_eq!(output.plan, plan.id, "the output of another plan");
         debug_assert_eq!(self.flights.front().map(|f| f.id), Some(plan.id), "plans are applied in order");
         let mut applied = Applied::default();
-        if plan.is_mixed() {
+        // Of use to a target alone.
+        if self.config.itl_target_us.is_some() && plan.is_mixed() {
             self.pace.learn(plan.predicted_us(&self.config.cost), output.compute_us);
         }
         if let Some(flight) = self.flights.pop_front() {
