@@ -11,9 +11,9 @@ use pagedd_tests::process::kill_descendant;
 use pagedd_tests::wait;
 use serde_json::{Value, json};
 
-/// A GPU that no host has, and that tests of another checkout beside these seldom choose.
-fn ordinal() -> u32 {
-    40 + std::process::id() % 24
+/// A GPU that no host has, another for each test, and that tests of another checkout beside these seldom choose.
+fn ordinal(test: u32) -> u32 {
+    40 + 4 * (std::os::unix::process::parent_id() % 6) + test
 }
 
 /// A configuration with the generated model on the processors and once more on the GPU `ordinal`.
@@ -50,7 +50,7 @@ fn status(daemon: &Daemon) -> Option<Value> {
 #[test]
 fn a_model_on_a_gpu_that_is_not_there_says_so_and_the_other_model_serves() {
     let folder = tempfile::tempdir().expect("a folder");
-    let ordinal = ordinal();
+    let ordinal = ordinal(0);
     let daemon = Site::new(&yaml(folder.path(), ordinal)).spawn();
     let far = failed(&daemon);
     let error = far["state"]["error"].as_str().unwrap_or_default();
@@ -74,7 +74,7 @@ fn a_model_on_a_gpu_that_is_not_there_says_so_and_the_other_model_serves() {
 #[test]
 fn bug_45_a_gpu_is_one_daemons_until_that_ends_however_it_ends() {
     let folder = tempfile::tempdir().expect("a folder");
-    let ordinal = ordinal();
+    let ordinal = ordinal(1);
     let config = yaml(folder.path(), ordinal);
     let daemon = Site::new(&config).spawn();
     failed(&daemon);
@@ -107,7 +107,7 @@ fn bug_45_a_gpu_is_one_daemons_until_that_ends_however_it_ends() {
 #[test]
 fn what_a_gpu_does_not_compute_with_is_refused_at_the_start() {
     let folder = tempfile::tempdir().expect("a folder");
-    let config = yaml(folder.path(), ordinal());
+    let config = yaml(folder.path(), ordinal(2));
     let line = Site::new(&config).with_arguments(&["--dtype", "f32"]).run_to_end();
     assert_eq!(line.refused(&["--dtype f32: model `far` is on cuda:"]).code, Some(78));
     for (option, words) in [
@@ -131,7 +131,7 @@ fn what_a_gpu_does_not_compute_with_is_refused_at_the_start() {
 #[test]
 fn what_pagedctl_plans_is_what_the_daemon_then_has() {
     let folder = tempfile::tempdir().expect("a folder");
-    let site = Site::new(&yaml(folder.path(), ordinal()));
+    let site = Site::new(&yaml(folder.path(), ordinal(3)));
     let mut command = Command::new(binary("pagedctl"));
     let output = command.args(["--json", "plan"]).arg(site.config()).output().expect("run pagedctl");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
