@@ -38,12 +38,42 @@ trap 'rm -rf --one-file-system "$work"' EXIT
   cloud=$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p' | head -1)
   [ -n "$cloud" ] || { apt-get update -qq >&2; cloud=$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p' | head -1); }
   [ -n "$cloud" ] || die "apt knows no linux-image-cloud-amd64: is this Debian 12 or newer?"
-  apt-get download -qq "$cloud" user-mode-linux >&2
+  apt-get download -qq "$cloud" >&2
   dpkg-deb --fsys-tarfile linux-image-*.deb | tar -xO --wildcards './boot/vmlinuz-*' > "$work/vmlinuz"
-  dpkg-deb --fsys-tarfile user-mode-linux_*.deb | tar -xO ./usr/bin/linux.uml > "$work/linux.uml"
-  chmod 755 "$work/linux.uml"
 )
 rm -r "$work/kernels"
+
+# User-mode Linux is Debian 14's: up to Linux 6.12 its place for a process's registers is of fixed size, and those of a processor with AMX are
+# larger. With it come the C library and the loader that it wants. Debian's testing is without a package at times, and unstable has it.
+extract_uml() { # SUITE
+  rm -rf --one-file-system "$work/extracted"
+  # Where this host's apt takes lists of packages that are past their date, so does this.
+  mmdebstrap --quiet --variant=extract --include=user-mode-linux \
+    --aptopt="APT::Install-Recommends \"false\"; $(apt-config dump --no-empty Acquire::Check-Valid-Until)" \
+    --dpkgopt='path-exclude=/usr/share/*' --dpkgopt='path-exclude=/usr/lib/uml/*' "$1" "$work/extracted" >&2
+}
+extract_uml forky || extract_uml sid || die "Debian's mirror has no user-mode-linux in forky or sid that could be had"
+mkdir "$work/uml"
+cp "$work"/extracted/usr/bin/linux.uml "$work"/extracted/usr/lib/x86_64-linux-gnu/{libc.so.6,ld-linux-x86-64.so.2} "$work/uml"
+rm -r "$work/extracted"
+
+# Its vDSO lacks getcpu, without which rustix 1.1 panics on x86-64: the vDSO's segment is marked as not executable, so that rustix makes system
+# calls instead, as the vDSO does.
+python3 - "$work/uml/linux.uml" <<'PY'
+import re, struct, sys
+PT_LOAD, PF_R, PF_X = 1, 4, 1
+with open(sys.argv[1], "r+b") as file:
+    kernel = file.read()
+    headers = []
+    for found in re.finditer(rb"\x7fELF\x02\x01\x01.{9}\x03\x00\x3e\x00", kernel, re.DOTALL):
+        first, size, count = struct.unpack_from("<32xQ14xHH", kernel, found.start())
+        headers += [found.start() + first + size * n for n in range(count)]
+    segments = [at for at in headers if struct.unpack_from("<II", kernel, at) == (PT_LOAD, PF_R | PF_X)]
+    if len(segments) != 1:
+        sys.exit("image.sh: linux.uml does not have the one shared object, its vDSO, with one executable segment")
+    file.seek(segments[0] + 4)
+    file.write(struct.pack("<I", PF_R))
+PY
 
 # python3 is for tools/ of the payload, the rest for cases.
 mmdebstrap --quiet --variant=minbase --include=systemd,systemd-sysv,dbus,iproute2,curl,python3,procps \

@@ -25,13 +25,13 @@ say "pagedctl tenant add, twice, and a chat on each port"
 add_tenant acme --model smollm2 --kv-floor 20%
 add_tenant globex --model smollm2 --kv-floor 20%
 pagedctl tenant list
-acme=$(chat "$port_acme" "$key_acme" smollm2 'What is the capital of France?')
+acme=$(chat "$port_acme" "$key_acme" smollm2 'Which city is the capital of France?')
 globex=$(chat "$port_globex" "$key_globex" smollm2 'What is two plus two?')
 printf 'acme: %s\nglobex: %s\n' "$acme" "$globex"
 [[ $acme == *Paris* ]] || die "that is no answer"
 [ -n "$globex" ] || die "globex got no answer"
 again() {
-  equal "acme's answer" "$acme" "$(chat "$port_acme" "$key_acme" smollm2 'What is the capital of France?')"
+  equal "acme's answer" "$acme" "$(chat "$port_acme" "$key_acme" smollm2 'Which city is the capital of France?')"
   equal "globex's answer" "$globex" "$(chat "$port_globex" "$key_globex" smollm2 'What is two plus two?')"
 }
 pid() { systemctl show -P MainPID pagedd; }
