@@ -99,6 +99,7 @@ fn bug_42_two_thousand_requests_with_random_cancels_leave_memory_and_blocks_as_t
     let early = settled(&daemon);
     requests(&tenants, count() - 500, 16, 2);
     daemon.wait_idle();
+    let late = settled(&daemon);
 
     let model = daemon.model();
     let number = |name: &str| model[name].as_u64().unwrap_or_else(|| panic!("{name}: {model}"));
@@ -110,7 +111,6 @@ fn bug_42_two_thousand_requests_with_random_cancels_leave_memory_and_blocks_as_t
         .sum();
     assert_eq!(cached, number("blocks_cached"), "{model}");
 
-    let late = settled(&daemon);
     for (process, before) in &early {
         let after = late.get(process).map(Memory::own_kib);
         println!(

@@ -210,6 +210,7 @@ pub fn start(
         durability: sender,
         retention,
         expire_at: Some(Instant::now()),
+        holds_cache: true,
         // What an earlier daemon left is kept for those who come back now.
         expire_from: Instant::now() + grace,
         claims: HashMap::new(),
@@ -346,6 +347,8 @@ struct Work {
     retention: Retentions,
     /// When something may be kept no longer.
     expire_at: Option<Instant>,
+    /// Something was done since memory was last given back.
+    holds_cache: bool,
     /// Only what the hub names is deleted before.
     expire_from: Instant,
     /// Idempotency keys whose requests are being admitted, with digests of their bodies, as long as somebody holds them.
@@ -367,7 +370,7 @@ impl Work {
         let mut batch = Vec::new();
         loop {
             self.tidy().await;
-            let wake = self.writer.wakes_at().into_iter().chain(self.expire_at).min();
+            let wake = self.wakes_at();
             let sleep = tokio::time::sleep_until(wake.unwrap_or_else(Instant::now).into());
             // Tokens first, but one lookup after each batch: a tenant that looks up much holds up nobody, and waits not for ever.
             tokio::select! {
@@ -377,6 +380,7 @@ impl Work {
                         break;
                     }
                     self.take(batch.drain(..)).await;
+                    self.holds_cache = true;
                     if let Ok(lookup) = lookups.try_recv() {
                         self.find(lookup).await;
                     }
@@ -674,13 +678,20 @@ impl Work {
             let keeps = self.writer.db().keeps_ended().unwrap_or(true);
             let wait = if expired.more { Duration::ZERO } else { self.expire_every() };
             self.expire_at = keeps.then(|| Instant::now() + wait);
-            if !keeps {
-                if let Err(error) = self.writer.db().release_memory() {
-                    warn!(%error, "the journal keeps its cache");
-                }
-                pagedd_host::memory::give_back();
-            }
         }
+        // Nothing is kept, and nothing is to be done any more.
+        if self.holds_cache && self.wakes_at().is_none() {
+            self.holds_cache = false;
+            if let Err(error) = self.writer.db().release_memory() {
+                warn!(%error, "the journal keeps its cache");
+            }
+            pagedd_host::memory::give_back();
+        }
+    }
+
+    /// When there is something to be done although nothing comes, if ever.
+    fn wakes_at(&self) -> Option<Instant> {
+        self.writer.wakes_at().into_iter().chain(self.expire_at).min()
     }
 
     /// Has the hub's logs written.

@@ -1,7 +1,7 @@
 //! What came within the last minute.
 //!
-//! **Owns** amounts by when they came, in slots of a tenth of a second. **Never** reads a clock, and never lets an amount go before its
-//! minute is over: one stays for 60 to 60.1 s.
+//! **Owns** amounts by when they came, in slots of half a second. **Never** reads a clock, and never lets an amount go before its
+//! minute is over: one stays for 60 to 60.5 s. No tenant costs more than the 2 KiB of a minute of slots.
 //!
 //! A window and not a bucket that fills: from a full bucket a tenant has twice its quota within one minute.
 
@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 /// What is over is gone.
 pub const MINUTE_US: u64 = 60_000_000;
 /// What comes within one slot leaves together.
-pub const SLOT_US: u64 = 100_000;
+pub const SLOT_US: u64 = 500_000;
 /// Slots that a whole minute has.
 const SLOTS: u64 = MINUTE_US / SLOT_US;
 
