@@ -139,7 +139,7 @@ impl ModelSource {
         if let Text::Directory(directory) = &self.text
             && let Some(read) = directory.read_packed(tensor, &self.files, rows.clone(), dst)
         {
-            return read.map_err(|fault| fault.at(&self.path_of(tensor)));
+            return read;
         }
         let file = &self.files[tensor.file.min(self.files.len() - 1)];
         let offset =
