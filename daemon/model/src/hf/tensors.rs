@@ -30,30 +30,11 @@ pub(super) struct Reader<'a> {
     pub quantization: Option<Quantization>,
 }
 
-/// The tensors of one packed layer.
-#[derive(Default)]
-struct Layer {
-    qweight: Option<Raw>,
-    qzeros: Option<Raw>,
-    scales: Option<Raw>,
-    g_idx: Option<Raw>,
-}
+/// How names of the tensors of a packed layer end.
+const PARTS: [&str; 4] = ["qweight", "qzeros", "scales", "g_idx"];
 
-impl Layer {
-    fn part(&mut self, name: &str) -> Option<&mut Option<Raw>> {
-        match name {
-            "qweight" => Some(&mut self.qweight),
-            "qzeros" => Some(&mut self.qzeros),
-            "scales" => Some(&mut self.scales),
-            "g_idx" => Some(&mut self.g_idx),
-            _ => None,
-        }
-    }
-
-    fn parts(&self) -> impl Iterator<Item = &Raw> {
-        [&self.qweight, &self.qzeros, &self.scales, &self.g_idx].into_iter().flatten()
-    }
-}
+/// The tensors of one packed layer, in the order of [`PARTS`].
+type Layer = [Option<Raw>; PARTS.len()];
 
 impl Reader<'_> {
     pub(super) fn read(&self, raw: Vec<Raw>) -> Result<Tensors, ModelError> {
@@ -62,13 +43,11 @@ impl Reader<'_> {
         for tensor in raw {
             let at = self.at(tensor.file);
             if self.quantization.is_some() {
-                if let Some((stem, part)) = tensor.name.rsplit_once('.')
-                    && Layer::default().part(part).is_some()
+                if let Some((stem, end)) = tensor.name.rsplit_once('.')
+                    && let Some(part) = PARTS.iter().position(|name| *name == end)
                 {
-                    let (stem, part) = (stem.to_owned(), part.to_owned());
-                    if let Some(place) = layers.entry(stem).or_default().part(&part) {
-                        *place = Some(tensor);
-                    }
+                    let place = &mut layers.entry(stem.to_owned()).or_default()[part];
+                    *place = Some(tensor);
                     continue;
                 }
                 if self.is_spare_bias(&tensor.name) {
@@ -143,15 +122,17 @@ impl Reader<'_> {
         stem: &str,
         layer: Layer,
     ) -> Result<(TensorInfo, Packed), ModelError> {
-        let (any, name) = layer.parts().next().map_or((0, stem), |part| (part.file, part.name.as_str()));
+        let (any, name) =
+            layer.iter().flatten().next().map_or((0, stem), |part| (part.file, part.name.as_str()));
         let role = match TensorRole::from_hf_name(&format!("{stem}.weight")) {
             Some(role) if !role.is_vector() && role != TensorRole::TokenEmbd => role,
             _ => return Err(self.at(any)(unknown(name))),
         };
         let missing = |name, problem| self.at(any)(Fault::malformed(format_args!("{stem}.{name}"), problem));
         let there = |part: Option<Raw>, name| part.ok_or_else(|| missing(name, "the tensor is missing"));
-        let (qweight, qzeros) = (there(layer.qweight, "qweight")?, there(layer.qzeros, "qzeros")?);
-        let scales = there(layer.scales, "scales")?;
+        let [qweight, qzeros, scales, g_idx] = layer;
+        let (qweight, qzeros) = (there(qweight, "qweight")?, there(qzeros, "qzeros")?);
+        let scales = there(scales, "scales")?;
         let shape = Shape::of(quantization, &qweight).map_err(self.at(qweight.file))?;
         for part in [&qweight, &qzeros] {
             integers(part).map_err(self.at(part.file))?;
@@ -160,7 +141,7 @@ impl Reader<'_> {
         for (part, expected) in [(&qzeros, shape.rows / CODES), (&scales, shape.rows)] {
             shape.check(part, [shape.groups(), expected]).map_err(self.at(part.file))?;
         }
-        match &layer.g_idx {
+        match &g_idx {
             Some(g_idx) => self.check_order(g_idx, &shape).map_err(self.at(g_idx.file))?,
             None if quantization.act_order && shape.groups() > 1 => {
                 return Err(missing(
@@ -332,7 +313,7 @@ fn wrong_dtype(name: &str, dtype: &str, served: &str) -> Fault {
 
 fn unknown(name: &str) -> Fault {
     let experts = name.contains("experts") || name.contains("block_sparse_moe");
-    let packed = [".qweight", ".qzeros", ".scales", ".g_idx"].iter().any(|end| name.ends_with(end));
+    let packed = name.rsplit_once('.').is_some_and(|(_, end)| PARTS.contains(&end));
     let problem = match (experts, packed) {
         (true, _) => "mixtures of experts are not served",
         (false, true) if TensorRole::from_hf_name(name).is_none() => {
