@@ -79,7 +79,7 @@ struct Best {
     uint32_t unused;
 };
 
-// What the thread blocks of a row leave for the last of them. Zeroed by `survey`.
+// What the thread blocks of a row leave for the last of them. Zeroed by `survey`; of a row for `draw_whole` from `arrived` on.
 struct Sums {
     Mass bucket_masses[BUCKETS];
     uint32_t bucket_counts[BUCKETS];
@@ -603,11 +603,12 @@ template <class At, class Target> __device__ __forceinline__ unsigned warp_reach
     return __shfl_sync(ALL_LANES, index, source);
 }
 
-// Threads of a block of `draw_whole`: small ones, of which a multiprocessor has many, hide how long the draw at a row's end takes.
-constexpr unsigned WHOLE_THREADS = 256;
+// Threads of a block of `draw_whole`, and blocks of a multiprocessor, as kernels/src/cuda/sample.rs has them: many small ones hide how long the
+// draw at a row's end takes.
+constexpr unsigned WHOLE_THREADS = 256, WHOLE_BLOCKS = 6;
 
 // Rows that take the best, or draw from the whole vocabulary in the order of ids.
-extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 6) draw_whole(const __grid_constant__ SelectArgs a) {
+extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, WHOLE_BLOCKS) draw_whole(const __grid_constant__ SelectArgs a) {
     const Row row = a.rows[blockIdx.y];
     if (!row.whole(a.vocabulary)) return;
     const auto best = surveyed(a);

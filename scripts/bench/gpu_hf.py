@@ -22,7 +22,7 @@ HEADINGS = ["case", "batch", "requests", "seconds", "req/s", "ours req/s", "rati
 
 def spread(lengths, count):
     """As `pagedd bench` does: the middles of as many equal parts of the range, by the logarithm."""
-    least, most = (int(length) for length in (lengths.split("..") * 2)[:2]) if ".." in lengths else (int(lengths), int(lengths))
+    least, most = (int(length) for length in (lengths.split("..") * 2)[:2])
     return [round(least * (most / least) ** ((i + 0.5) / count)) for i in range(count)]
 
 
@@ -48,6 +48,7 @@ def main():
         import transformers
     except ImportError as error:
         return print(f"gpu_hf.py: left out: {error}")
+    cases = [(name, int(batch), measured(options.results, name)) for name, batch in (case.rsplit(":", 1) for case in options.cases.split(","))]
 
     torch.manual_seed(1)
     draw = random.Random(1)
@@ -74,9 +75,7 @@ def main():
     line(HEADINGS)
     rows = []
     with torch.inference_mode():
-        for case in options.cases.split(","):
-            name, batch = case.rsplit(":", 1)
-            ours, batch = measured(options.results, name), int(batch)
+        for name, batch, ours in cases:
             inputs, outputs = (spread(str(ours[key]), ours["num_requests"]) for key in ["input_len", "output_len"])
             draw.shuffle(inputs)
             draw.shuffle(outputs)

@@ -51,20 +51,21 @@ run() {
 }
 
 group() {
-  local kind group seconds name command words known=
+  local kind group seconds name command words where known=
   while IFS='|' read -r kind group seconds name command; do
     [ "$kind" = run ] && [ "$group" = "$1" ] || continue
     known=1
     read -r -a words <<< "${command//cuda:0/cuda:$gpu}"
     case ${words[0]} in
       bench) run "$name" "$seconds" pagedd "${words[@]}" --json "$results/$name.json" ;;
-      http | faults)
+      http | faults | hf)
+        where=(--binaries bin)
+        if [ "${words[0]}" = hf ]; then where=(--results "$results"); fi
         if command -v python3 > /dev/null; then
-          run "$name" "$seconds" python3 "bench/gpu_${words[0]}.py" --binaries bin "${words[@]:1}" --json "$results/$name.json"
+          run "$name" "$seconds" python3 "bench/gpu_${words[0]}.py" "${where[@]}" "${words[@]:1}" --json "$results/$name.json"
         else
           echo "== $name: left out, there is no python3"
         fi ;;
-      hf) run "$name" "$seconds" python3 bench/gpu_hf.py --results "$results" "${words[@]:1}" --json "$results/$name.json" ;;
       ./*) if [ -x "${words[0]}" ]; then run "$name" "$seconds" "${words[@]}"; else echo "== $name: ${words[0]} is not in this bundle"; fi ;;
       *) run "$name" "$seconds" "${words[@]}" ;;
     esac

@@ -62,7 +62,8 @@ impl<'a> Span<'a> {
 
 impl ModelSource {
     /// Opens a GGUF file, or a directory with `config.json` and safetensors: told apart by content. A path that begins with `synthetic:`
-    /// names no file, but the shape of a published model, whose weights are random; a wrong name is answered with those that are known.
+    /// names no file, but the shape of a published model, whose weights are random, and in four bits with `:q4_1` behind it; a wrong name is
+    /// answered with those that are known.
     ///
     /// # Errors
     /// One line that names the file and the tensor or key. Memory used stays in proportion to the header, whatever sizes
@@ -139,7 +140,7 @@ impl ModelSource {
         if let Text::Directory(directory) = &self.text
             && let Some(read) = directory.read_packed(tensor, &self.files, rows.clone(), dst)
         {
-            return read.map_err(|fault| fault.at(&self.path_of(tensor)));
+            return read;
         }
         let file = &self.files[tensor.file.min(self.files.len() - 1)];
         let offset =

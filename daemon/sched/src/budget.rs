@@ -1,7 +1,7 @@
 //! How much of a step prompts may have beside sequences that decode.
 //!
-//! **Owns** the prediction of what a step in the making takes. **Never** leaves a decoding sequence out, and never holds prompts
-//! up for good: at least a block's tokens of them go into every step that has room for them.
+//! **Owns** the prediction of what a step in the making takes, and by how much such steps took another time of late. **Never** leaves a
+//! decoding sequence out, and never holds prompts up for good: at least a block's tokens of them go into every step that has room for them.
 
 use pagedd_core::{Pairs, StepCost};
 
@@ -13,6 +13,7 @@ pub(crate) struct Load {
     tokens: u32,
     /// Rows that meet the output matrix.
     rows: u32,
+    /// What attention sees.
     pairs: Pairs,
 }
 
@@ -63,7 +64,7 @@ impl Pace {
     /// Weight of the newest step.
     const NEWEST: f32 = 0.125;
 
-    /// A step took `took_us`, of which something was predicted.
+    /// A step took `took_us`, for which `predicted_us` were predicted. Where either is 0, nothing is known.
     pub fn learn(&mut self, predicted_us: f32, took_us: u64) {
         if predicted_us > 0.0 && took_us > 0 {
             let (least, most) = Self::BOUNDS;

@@ -2,6 +2,8 @@
 //!
 //! **Owns** the rounds of a row: the warm-up, then what is measured. **Never** measures a step of the warm-up.
 
+use std::time::Instant;
+
 use anyhow::{Context as _, ensure};
 use pagedd_config::Model;
 use pagedd_core::{TokenId, Tokens};
@@ -201,27 +203,7 @@ impl Bench<'_> {
     /// As [`Bench::throughput`].
     pub fn foreign(&mut self, case: &Strangers) -> anyhow::Result<Row> {
         let Strangers { batch, input_len, output_len: output, foreign_len, foreign, .. } = *case;
-        let (budget, warmup) = (self.budget(), self.run.warmup);
-        let seats = self.model.max_num_seqs;
-        ensure!(
-            batch < seats,
-            "--batch: {batch} and a foreign sequence are more than the model's max_num_seqs, {seats}"
-        );
-        ensure!(
-            batch < budget,
-            "--budget: a step of {budget} tokens has no room for prompts beside --batch {batch}"
-        );
-        self.check_length("--foreign-len", foreign_len, 1)?;
-        self.check_length("--input-len and --output-len", input_len, output)?;
-        let size = Tokens(self.rig.info.block_size);
-        let of = |tokens: u32| u64::from(Tokens(tokens).in_blocks(size).0);
-        let (blocks, pool) =
-            (u64::from(batch) * of(input_len + output) + of(foreign_len), self.rig.info.blocks);
-        ensure!(
-            blocks <= u64::from(pool),
-            "--batch and --foreign-len: they need {blocks} KV blocks and the pool has {pool}: give it more with kv_memory"
-        );
-
+        self.check_strangers(case)?;
         self.warm_up(foreign_len, batch + 1)?;
         // They go on for as long as they can: nobody knows how many steps a prompt beside them takes.
         let longest = self.rig.info.max_model_len - input_len;
@@ -235,25 +217,14 @@ impl Bench<'_> {
             "--output-len: only {} steps had all {batch} sequences before one of them ended; is itl_target too short?",
             steady + 1
         );
-        let mut beside = Vec::new();
         let before = self.rig.moment();
-        for _ in 0..foreign {
-            let asked = self.asked(foreign_len, 1);
-            let (place, sent) = self.rig.join(asked)?;
-            self.rig.wait(Goal::First(place))?;
-            beside.push((sent, self.rig.round().first[place]));
-        }
+        let beside = (0..foreign).map(|_| self.stranger(foreign_len)).collect::<anyhow::Result<Vec<_>>>()?;
         let after = self.rig.moment();
         self.rig.cancel()?;
         self.rig.wait(Goal::Ended)?;
 
         let round = self.rig.round();
-        let beside = beside
-            .into_iter()
-            .map(|(sent, first)| Some((sent, first?)))
-            .collect::<Option<Vec<_>>>()
-            .context("--output-len: a running sequence reached the model's context before a foreign prompt was done")?;
-        let quiet = &round.steady[warmup as usize..end];
+        let quiet = &round.steady[self.run.warmup as usize..end];
         let quiet: Vec<f64> = quiet.iter().map(|step| ms(round.interval(*step))).collect();
         let steps = round.between(&beside);
         let left_out = steps.iter().filter(|step| round.steps[**step].rows < batch).count();
@@ -291,6 +262,43 @@ impl Bench<'_> {
         row.extend(self.device(&round, &steps));
         row.extend(self.gpu(&before, &after));
         Ok(row)
+    }
+
+    /// Names the options where the model has no room for running sequences and a foreign prompt beside them.
+    fn check_strangers(&self, case: &Strangers) -> anyhow::Result<()> {
+        let Strangers { batch, input_len, output_len, foreign_len, .. } = *case;
+        let (budget, seats) = (self.budget(), self.model.max_num_seqs);
+        ensure!(
+            batch < seats,
+            "--batch: {batch} and a foreign sequence are more than the model's max_num_seqs, {seats}"
+        );
+        ensure!(
+            batch < budget,
+            "--budget: a step of {budget} tokens has no room for prompts beside --batch {batch}"
+        );
+        self.check_length("--foreign-len", foreign_len, 1)?;
+        self.check_length("--input-len and --output-len", input_len, output_len)?;
+        let size = Tokens(self.rig.info.block_size);
+        let of = |tokens: u32| u64::from(Tokens(tokens).in_blocks(size).0);
+        let blocks = u64::from(batch) * of(input_len + output_len) + of(foreign_len);
+        let pool = self.rig.info.blocks;
+        ensure!(
+            blocks <= u64::from(pool),
+            "--batch and --foreign-len: they need {blocks} KV blocks and the pool has {pool}: give it more with kv_memory"
+        );
+        Ok(())
+    }
+
+    /// Sends a stranger's prompt. When it was sent, and when its token was there.
+    fn stranger(&mut self, length: u32) -> anyhow::Result<(Instant, Instant)> {
+        let asked = self.asked(length, 1);
+        let (place, sent) = self.rig.join(asked)?;
+        self.rig.wait(Goal::First(place))?;
+        let first = self.rig.round().first[place];
+        let first = first.context(
+            "--output-len: a running sequence reached the model's context before a foreign prompt was done",
+        )?;
+        Ok((sent, first))
     }
 
     /// Requests that nobody measures: as many sequences as will run, of which so many have prompts of full length as fill a step.
@@ -363,10 +371,9 @@ impl Bench<'_> {
 /// Means of these steps; `step_ms` is from the end of one to the end of the next.
 fn steps(round: &Round, measured: &[usize], step_ms: Option<f64>, processor: Processor) -> Row {
     let compute: Vec<f64> = measured.iter().map(|step| round.steps[*step].compute_us as f64).collect();
-    let predicted = || measured.iter().map(|step| round.steps[*step].predicted_us as f64);
+    let predicted: Vec<f64> = measured.iter().map(|step| round.steps[*step].predicted_us as f64).collect();
     let wrong: Vec<f64> =
-        predicted().zip(&compute).map(|(predicted, compute)| (predicted - compute).abs()).collect();
-    let predicted: Vec<f64> = predicted().collect();
+        predicted.iter().zip(&compute).map(|(predicted, compute)| (predicted - compute).abs()).collect();
     let outside = mean(&compute).zip(step_ms).map(|(compute, step)| step * 1e3 - compute);
     vec![
         shown("steps", "steps", measured.len() as u64),

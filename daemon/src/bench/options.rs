@@ -287,7 +287,7 @@ pub struct ModelOptions {
     /// Which of its models [default: the only one]
     #[arg(long, value_name = "NAME", requires = "config")]
     pub model: Option<String>,
-    /// A GGUF file or a Hugging Face directory, without a configuration file
+    /// A GGUF file, a Hugging Face directory or a generated model (`synthetic:SHAPE`, `synthetic:SHAPE:q4_1`), without a configuration file
     #[arg(long, conflicts_with = "config")]
     pub path: Option<String>,
     /// Where it runs

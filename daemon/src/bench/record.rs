@@ -44,7 +44,7 @@ pub enum Goal {
     Ended,
 }
 
-/// Requests that are sent together, and what became of them.
+/// Requests that are sent together, those that join them later, and what became of them.
 #[derive(Debug, Default)]
 pub struct Round {
     /// Number of its first request.
@@ -67,10 +67,10 @@ pub struct Round {
     pub begun: u64,
     /// Requests that have ended.
     pub ended: usize,
-    /// Of these, the ones that the round began with.
-    ended_of_began: usize,
     /// Of these, failed.
     pub failed: usize,
+    /// Of those that have ended, the ones that the round began with.
+    ended_of_began: usize,
     /// Workers that died.
     pub lost: u32,
     /// A request was not taken.

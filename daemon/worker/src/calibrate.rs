@@ -21,6 +21,7 @@ const LONGEST: Duration = Duration::from_millis(900);
 /// Most tokens that are rows of their own; more are a part of a prompt.
 const MOST_ROWS: u32 = 32;
 /// Positions of the processor's private arena: more than caches near a core hold of any model worth measuring, little beside its weights.
+/// A GPU has room for as many, or is not measured: rows that are not far have theirs among these there, too.
 const POSITIONS: u32 = 256;
 /// The plan that far ones are compared with, on a processor: its size.
 const NEAR: usize = 2;
@@ -142,7 +143,8 @@ impl Times {
         }
     }
 
-    /// What a plan will take: what it took, or by the largest one below it at the most.
+    /// What a plan will take: what it took, or by the largest one below it at the most. What draws and far positions come to by then are
+    /// guesses, on the safe side.
     fn expected(&self, probe: Probe) -> Duration {
         let (known, i, more) = match probe {
             Probe::Body(i) => (self.body[i], i, 1.0),
@@ -178,23 +180,40 @@ fn per_block(limits: &Limits) -> u32 {
 pub fn measure<E>(
     machine: Machine,
     limits: &Limits,
-    mut run: impl FnMut(&Plan) -> Result<u64, E>,
+    run: impl FnMut(&Plan) -> Result<u64, E>,
 ) -> Result<StepCost, E> {
     let start = Instant::now();
+    measure_within(machine, limits, || start.elapsed(), run)
+}
+
+/// The same by any clock: `elapsed` says for how long it has gone on.
+fn measure_within<E>(
+    machine: Machine,
+    limits: &Limits,
+    elapsed: impl Fn() -> Duration,
+    mut run: impl FnMut(&Plan) -> Result<u64, E>,
+) -> Result<StepCost, E> {
     let (mut times, mut samples) = (Times::NONE, Vec::new());
     let mut id = 0;
     let mut time = |begin, rows| {
         id += 1;
         run(&Plan { id, begin, rows, ..Plan::default() }).map(|us| us as f32)
     };
+    let mut order = machine.order();
     if machine == Machine::Gpu {
-        let plans = machine.order().iter().filter_map(|probe| plan(machine, *probe, limits));
-        for (begin, rows) in plans.take_while(|_| start.elapsed() < machine.usual()) {
-            time(begin, rows)?;
+        for (done, &probe) in order.iter().enumerate() {
+            // What there is no time to run twice is not measured: its first time would count.
+            if elapsed() >= machine.usual() {
+                order = &order[..done];
+                break;
+            }
+            if let Some((begin, rows)) = plan(machine, probe, limits) {
+                time(begin, rows)?;
+            }
         }
     }
     for pass in 0..PASSES {
-        for &probe in machine.order() {
+        for &probe in order {
             let Some((begin, rows)) = plan(machine, probe, limits) else { continue };
             // All sizes once in the first pass, as far as the model is not too slow for that.
             let tokens = times.expected(Probe::Body(0)) * TOKENS;
@@ -203,7 +222,7 @@ pub fn measure<E>(
                 Machine::Gpu if pass == 0 => LONGEST,
                 Machine::Processor | Machine::Gpu => machine.usual(),
             };
-            if start.elapsed() + times.expected(probe) > most {
+            if elapsed() + times.expected(probe) > most {
                 continue;
             }
             samples.push((probe, time(begin, rows)?));

@@ -45,12 +45,13 @@ const CONTENT_VERSION: u32 = 1;
 const RANKS: usize = 20;
 /// Adjusted tokens of all draws that are made together.
 const ADJUSTMENTS: usize = 1 << 20;
-/// Most tokens of prompts in a step that are attended for as rows of their own; how many positions lie before such a part at least, and how many
-/// for each of its tokens. The kernel for prompts has a block walk through all that its tokens see: behind a long past, a few hundred tokens leave
-/// most of the GPU without one. Rows that see the same past read it together, cut into as many pieces as keep the GPU busy, at the price of
-/// merging them.
+/// Most tokens of prompts in a step that are attended for as rows of their own. The kernel for prompts has a block walk through all that its
+/// tokens see: behind a long past, a few hundred tokens leave most of the GPU without one. Rows that see the same past read it together, cut
+/// into as many pieces as keep the GPU busy, at the price of merging them.
 const PART_ROWS: usize = 320;
+/// Positions that lie before such a part at least.
 const PART_PAST: usize = 2048;
+/// The same for each of its tokens.
 const PAST_OF_EACH: usize = 24;
 /// Memory that is left to the driver, its libraries and recorded steps.
 const RESERVE: u64 = 1 << 30;

@@ -227,8 +227,8 @@ impl ModelRunner {
         runner
     }
 
-    /// Measures what steps take, on a KV arena that is there only meanwhile. Nothing depends on it: where it fails, steps are planned as if
-    /// time did not count.
+    /// Measures what steps take, on a KV arena that is there only meanwhile, or on a GPU's own before anything lies in it. Nothing depends on
+    /// it: where it fails, steps are planned as if time did not count.
     fn measure(&mut self, device: Device) {
         let start = Instant::now();
         let machine = match device {

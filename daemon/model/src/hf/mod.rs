@@ -87,7 +87,7 @@ impl HfDirectory {
         files: &[SourceFile],
         rows: Range<usize>,
         dst: &mut [u8],
-    ) -> Option<Result<(), Fault>> {
+    ) -> Option<Result<(), ModelError>> {
         Some(self.packed.get(&tensor.role)?.read_rows(files, rows, dst))
     }
 

@@ -7,7 +7,7 @@
 //! its inputs, so rows are read out of all lines, in tiles.
 //!
 //! A weight is `(code - zero) * scale`; a block of `Q4_1` has `code * d + m`. So `d` is the scale and `m` is `-zero * scale`, rounded to
-//! the nearest half float: off by at most `2^-11 * zero * scale`, which is less than a 125th of a step between codes, and by nothing where
+//! the nearest half float: off by at most `2^-11 * zero * scale`, which is less than a 136th of a step between codes, and by nothing where
 //! zero is a power of two (8, where quantisation is symmetric). A scale in BF16 is a half float's, too, unless it is below `2^-14`,
 //! where it is rounded to a multiple of `2^-24`.
 
@@ -16,7 +16,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::quantization::Packing;
-use crate::error::Fault;
+use crate::error::{Fault, ModelError};
 use crate::file::SourceFile;
 
 /// Inputs of a block of `Q4_1`, and its bytes: scale, minimum, 32 codes.
@@ -77,16 +77,16 @@ impl Packed {
         [&self.qweight, &self.qzeros, &self.scales]
     }
 
-    /// Fills `dst` with the rows `[rows.start, rows.end)` as blocks of `Q4_1`.
+    /// Fills `dst` with the rows `[rows.start, rows.end)` as blocks of `Q4_1`. An error names the file of the part that is wrong.
     pub(super) fn read_rows(
         &self,
         files: &[SourceFile],
         rows: Range<usize>,
         dst: &mut [u8],
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ModelError> {
         if rows.is_empty() || rows.end > self.rows || dst.len() != rows.len() * self.row_bytes() {
             let problem = format!("rows {rows:?} of {} do not fill {} bytes", self.rows, dst.len());
-            return Err(Fault::unsupported(&self.qweight.name, problem));
+            return Err(Fault::unsupported(&self.qweight.name, problem).at(&files[self.qweight.file].path));
         }
         let words = rows.start / CODES * WORD..rows.end.div_ceil(CODES) * WORD;
         let line = self.rows / CODES * WORD;
@@ -143,9 +143,9 @@ impl Packed {
         group: usize,
         rows: &Range<usize>,
         factors: &mut Vec<[u8; 4]>,
-    ) -> Result<(), Fault> {
-        let (zeros, scales) = (zeros.line(group).as_chunks().0, scales.line(group).as_chunks().0);
-        for (row, scale) in rows.clone().zip(scales) {
+    ) -> Result<(), ModelError> {
+        let words = zeros.line(group).as_chunks().0;
+        for (row, scale) in rows.clone().zip(scales.line(group).as_chunks().0) {
             let scale = match self.scale_type {
                 ScaleType::F16 => f16::from_le_bytes(*scale),
                 ScaleType::BF16 => f16::from_f32(bf16::from_le_bytes(*scale).to_f32()),
@@ -153,9 +153,9 @@ impl Packed {
             let place = |what: &str| format!("{what} of output {row} in group {group}");
             if !scale.is_finite() {
                 let problem = format!("{} is {scale} in half precision", place("the scale"));
-                return Err(Fault::unsupported(&self.scales.name, problem));
+                return Err(scales.unsupported(problem));
             }
-            let stored = code(u32::from_le_bytes(zeros[row / CODES - rows.start / CODES]), self.code_at(row));
+            let stored = code(u32::from_le_bytes(words[row / CODES - rows.start / CODES]), self.code_at(row));
             let zero = match self.packing {
                 Packing::Awq | Packing::GptqV2 => stored,
                 Packing::Gptq if stored == 15 => {
@@ -163,7 +163,7 @@ impl Packed {
                         "{} is stored as 15, which is 16 to some writers of GPTQ and 0 to others; one in the format gptq_v2 is served",
                         place("the zero")
                     );
-                    return Err(Fault::unsupported(&self.qzeros.name, problem));
+                    return Err(zeros.unsupported(problem));
                 }
                 Packing::Gptq => stored + 1,
             };
@@ -174,7 +174,7 @@ impl Packed {
                     "{}, {scale}, times its zero {zero} is too large for half precision",
                     place("the scale")
                 );
-                return Err(Fault::unsupported(&self.scales.name, problem));
+                return Err(scales.unsupported(problem));
             }
             let ([d0, d1], [m0, m1]) = (scale.to_le_bytes(), minimum.to_le_bytes());
             factors.push([d0, d1, m0, m1]);
@@ -202,7 +202,11 @@ impl Packed {
 }
 
 /// The zero that every output has in the first group of a matrix, as it is stored, where all have one.
-pub(super) fn common_zero(files: &[SourceFile], qzeros: &Part, line: usize) -> Result<Option<u8>, Fault> {
+pub(super) fn common_zero(
+    files: &[SourceFile],
+    qzeros: &Part,
+    line: usize,
+) -> Result<Option<u8>, ModelError> {
     let mut window = Window::new(files, qzeros, line, 0..line);
     window.load(0..1)?;
     let first = window.bytes.first().map_or(0, |byte| byte & 15);
@@ -281,16 +285,23 @@ impl<'a> Window<'a> {
     }
 
     /// Reads the lines `lines`, which are not none.
-    fn load(&mut self, lines: Range<usize>) -> Result<(), Fault> {
+    fn load(&mut self, lines: Range<usize>) -> Result<(), ModelError> {
         let Self { file, part, line, within, .. } = self;
         let at = |index: usize| part.offset + (index * *line + within.start) as u64;
         self.first = lines.start;
         self.bytes.resize((lines.len() - 1) * self.stride + within.len(), 0);
+        let read = |line: usize, into: &mut [u8]| {
+            file.read_at(at(line), into, &part.name).map_err(|fault| fault.at(&file.path))
+        };
         if self.stride == *line {
-            return file.read_at(at(lines.start), &mut self.bytes, &part.name);
+            return read(lines.start, &mut self.bytes);
         }
-        let parts = self.bytes.chunks_exact_mut(self.stride);
-        lines.zip(parts).try_for_each(|(line, into)| file.read_at(at(line), into, &part.name))
+        lines.zip(self.bytes.chunks_exact_mut(self.stride)).try_for_each(|(line, into)| read(line, into))
+    }
+
+    /// What it says is not served.
+    fn unsupported(&self, problem: String) -> ModelError {
+        Fault::unsupported(&self.part.name, problem).at(&self.file.path)
     }
 
     /// What was read of line `index`.

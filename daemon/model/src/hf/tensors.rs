@@ -30,61 +30,36 @@ pub(super) struct Reader<'a> {
     pub quantization: Option<Quantization>,
 }
 
-/// The tensors of one packed layer.
-#[derive(Default)]
-struct Layer {
-    qweight: Option<Raw>,
-    qzeros: Option<Raw>,
-    scales: Option<Raw>,
-    g_idx: Option<Raw>,
-}
+/// How names of the tensors of a packed layer end.
+const PARTS: [&str; 4] = ["qweight", "qzeros", "scales", "g_idx"];
 
-impl Layer {
-    fn part(&mut self, name: &str) -> Option<&mut Option<Raw>> {
-        match name {
-            "qweight" => Some(&mut self.qweight),
-            "qzeros" => Some(&mut self.qzeros),
-            "scales" => Some(&mut self.scales),
-            "g_idx" => Some(&mut self.g_idx),
-            _ => None,
-        }
-    }
-
-    fn parts(&self) -> impl Iterator<Item = &Raw> {
-        [&self.qweight, &self.qzeros, &self.scales, &self.g_idx].into_iter().flatten()
-    }
-}
+/// The tensors of one packed layer, in the order of [`PARTS`].
+type Layer = [Option<Raw>; PARTS.len()];
 
 impl Reader<'_> {
     pub(super) fn read(&self, raw: Vec<Raw>) -> Result<Tensors, ModelError> {
         let mut out = Tensors::default();
         let mut layers: BTreeMap<String, Layer> = BTreeMap::new();
         for tensor in raw {
-            let path = &self.files[tensor.file].path;
+            let at = self.at(tensor.file);
             if self.quantization.is_some() {
-                if let Some((stem, part)) = tensor.name.rsplit_once('.')
-                    && Layer::default().part(part).is_some()
+                if let Some((stem, end)) = tensor.name.rsplit_once('.')
+                    && let Some(part) = PARTS.iter().position(|name| *name == end)
                 {
-                    let (stem, part) = (stem.to_owned(), part.to_owned());
-                    if let Some(place) = layers.entry(stem).or_default().part(&part) {
-                        *place = Some(tensor);
-                    }
+                    let place = &mut layers.entry(stem.to_owned()).or_default()[part];
+                    *place = Some(tensor);
                     continue;
                 }
                 if self.is_spare_bias(&tensor.name) {
-                    self.check_zero(&tensor).map_err(|fault| fault.at(path))?;
+                    self.check_zero(&tensor).map_err(at)?;
                     continue;
                 }
             }
-            out.tensors.extend(plain(tensor).map_err(|fault| fault.at(path))?);
+            out.tensors.extend(plain(tensor).map_err(at)?);
         }
         if let Some(quantization) = &self.quantization {
             for (stem, layer) in layers {
-                // A layer has a part.
-                let file = layer.parts().next().map_or(0, |part| part.file);
-                let (tensor, packed) = self
-                    .layer(quantization, &stem, layer)
-                    .map_err(|fault| fault.at(&self.files[file].path))?;
+                let (tensor, packed) = self.layer(quantization, &stem, layer)?;
                 out.packed.insert(tensor.role, packed);
                 out.tensors.push(tensor);
             }
@@ -134,48 +109,52 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Puts a packed matrix together.
+    /// Names the file of a fault.
+    fn at(&self, file: usize) -> impl Fn(Fault) -> ModelError {
+        move |fault| fault.at(&self.files[file].path)
+    }
+
+    /// Puts a packed matrix together. Its parts may lie in several files: an error names that of the part that is wrong, or of one that is
+    /// there.
     fn layer(
         &self,
         quantization: &Quantization,
         stem: &str,
         layer: Layer,
-    ) -> Result<(TensorInfo, Packed), Fault> {
+    ) -> Result<(TensorInfo, Packed), ModelError> {
+        let (any, name) =
+            layer.iter().flatten().next().map_or((0, stem), |part| (part.file, part.name.as_str()));
         let role = match TensorRole::from_hf_name(&format!("{stem}.weight")) {
             Some(role) if !role.is_vector() && role != TensorRole::TokenEmbd => role,
-            _ => {
-                let name = layer.parts().next().map_or(stem, |part| part.name.as_str());
-                return Err(unknown(name));
-            }
+            _ => return Err(self.at(any)(unknown(name))),
         };
-        let there = |part: Option<Raw>, name| {
-            part.ok_or_else(|| Fault::malformed(format_args!("{stem}.{name}"), "the tensor is missing"))
-        };
-        let (qweight, qzeros) = (there(layer.qweight, "qweight")?, there(layer.qzeros, "qzeros")?);
-        let scales = there(layer.scales, "scales")?;
-        let shape = Shape::of(quantization, &qweight)?;
+        let missing = |name, problem| self.at(any)(Fault::malformed(format_args!("{stem}.{name}"), problem));
+        let there = |part: Option<Raw>, name| part.ok_or_else(|| missing(name, "the tensor is missing"));
+        let [qweight, qzeros, scales, g_idx] = layer;
+        let (qweight, qzeros) = (there(qweight, "qweight")?, there(qzeros, "qzeros")?);
+        let scales = there(scales, "scales")?;
+        let shape = Shape::of(quantization, &qweight).map_err(self.at(qweight.file))?;
         for part in [&qweight, &qzeros] {
-            integers(part)?;
+            integers(part).map_err(self.at(part.file))?;
         }
-        let scale_type = match scales.dtype.as_str() {
-            "F16" => ScaleType::F16,
-            "BF16" => ScaleType::BF16,
-            other => return Err(wrong_dtype(&scales.name, other, "scales in F16 and BF16 are")),
-        };
-        check_bytes(&scales, 2)?;
-        shape.check(&qzeros, [shape.groups(), shape.rows / CODES])?;
-        shape.check(&scales, [shape.groups(), shape.rows])?;
-        match &layer.g_idx {
-            Some(g_idx) => self.check_order(g_idx, &shape)?,
+        let scale_type = scale_type(&scales).map_err(self.at(scales.file))?;
+        for (part, expected) in [(&qzeros, shape.rows / CODES), (&scales, shape.rows)] {
+            shape.check(part, [shape.groups(), expected]).map_err(self.at(part.file))?;
+        }
+        match &g_idx {
+            Some(g_idx) => self.check_order(g_idx, &shape).map_err(self.at(g_idx.file))?,
             None if quantization.act_order && shape.groups() > 1 => {
-                let problem = "the tensor is missing, and quantization_config.desc_act is true";
-                return Err(Fault::malformed(format_args!("{stem}.g_idx"), problem));
+                return Err(missing(
+                    "g_idx",
+                    "the tensor is missing, and quantization_config.desc_act is true",
+                ));
             }
             None => {}
         }
         let Shape { rows, columns, group } = shape;
         let bytes = (columns / BLOCK * BLOCK_BYTES).checked_mul(rows);
-        let bytes = bytes.ok_or_else(|| Fault::malformed(&qweight.name, "its size overflows"))? as u64;
+        let bytes = bytes.ok_or_else(|| Fault::malformed(&qweight.name, "its size overflows"));
+        let bytes = bytes.map_err(self.at(qweight.file))? as u64;
         let (name, file, offset) = (qweight.name.clone(), qweight.file, qweight.offset);
         let info = TensorInfo { role, name, ty: TensorType::Q4_1, rows, columns, bytes, file, offset };
         let packing = quantization.packing;
@@ -216,7 +195,7 @@ impl Reader<'_> {
     }
 
     /// Some tools state one format and write the other, which moves every weight by a step. Where all zeros are said to be 8, that shows.
-    fn check_format(&self, packing: Packing, qzeros: &Part, rows: usize) -> Result<(), Fault> {
+    fn check_format(&self, packing: Packing, qzeros: &Part, rows: usize) -> Result<(), ModelError> {
         let stored = common_zero(self.files, qzeros, rows / CODES * size_of::<u32>())?;
         let (stated, other) = match (packing, stored) {
             (Packing::Gptq, Some(8)) => ("gptq", "gptq_v2"),
@@ -227,7 +206,7 @@ impl Reader<'_> {
             "its zeros are those of checkpoint_format {other}, but {KEY} says sym and checkpoint_format {stated}: \
              set {KEY}.checkpoint_format to {other}"
         );
-        Err(Fault::unsupported(&qzeros.name, problem))
+        Err(self.at(qzeros.file)(Fault::unsupported(&qzeros.name, problem)))
     }
 }
 
@@ -298,6 +277,16 @@ fn part(raw: Raw) -> Part {
     Part { name, file, offset, bytes }
 }
 
+fn scale_type(scales: &Raw) -> Result<ScaleType, Fault> {
+    let found = match scales.dtype.as_str() {
+        "F16" => ScaleType::F16,
+        "BF16" => ScaleType::BF16,
+        other => return Err(wrong_dtype(&scales.name, other, "scales in F16 and BF16 are")),
+    };
+    check_bytes(scales, 2)?;
+    Ok(found)
+}
+
 fn integers(part: &Raw) -> Result<(), Fault> {
     if part.dtype != "I32" {
         return Err(wrong_dtype(&part.name, &part.dtype, "I32 is"));
@@ -324,7 +313,7 @@ fn wrong_dtype(name: &str, dtype: &str, served: &str) -> Fault {
 
 fn unknown(name: &str) -> Fault {
     let experts = name.contains("experts") || name.contains("block_sparse_moe");
-    let packed = [".qweight", ".qzeros", ".scales", ".g_idx"].iter().any(|end| name.ends_with(end));
+    let packed = name.rsplit_once('.').is_some_and(|(_, end)| PARTS.contains(&end));
     let problem = match (experts, packed) {
         (true, _) => "mixtures of experts are not served",
         (false, true) if TensorRole::from_hf_name(name).is_none() => {

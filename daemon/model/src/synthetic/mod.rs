@@ -3,7 +3,7 @@
 //! **Owns** the table of shapes, and what every element of a weight is. **Never** opens a file.
 //!
 //! Matrices and biases are normal numbers around 0, norms are 1, everything is BF16. With [`FOUR_BITS`] behind the name matrices are blocks of
-//! `Q4_1` instead, whose numbers are as likely as one another. An element is a function of the model's name, the tensor's name and its index
+//! `Q4_1` instead, whose codes are as likely as one another. An element is a function of the model's name, the tensor's name and its index
 //! alone, so that rows can be made in any order, by any number of threads, or on a device.
 
 mod four_bits;
@@ -200,7 +200,7 @@ impl Synthetic {
         Ok((model, Parts { files: Vec::new(), config, tensors, header }))
     }
 
-    /// `synthetic:NAME`.
+    /// `synthetic:NAME`, with [`FOUR_BITS`] where it was opened so.
     pub(crate) fn path(&self) -> String {
         format!("{PREFIX}{}", self.name)
     }

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! config   block 16  tokens 64  seqs 8  len 256  depth 1  lookup 0      (each with this default; lookup 1: guesses)
-//! cost     step 100  token 10  row 5  pair 0  target 400      (microseconds; without this line nothing is known)
+//! cost     step 100  token 10  row 5  pair 0  part 0  target 400   (microseconds, `part`: a pair in a prompt, by default as
+//!                                                              `pair`; without this line nothing is known)
 //! tenants  a: floor 4 ceiling 8   b: floor 0 ceiling 8   pool 10
 //! submit   a1 prompt 64  max 8  n 1  like a0                  (max 1, n 1; `like`: the same tokens as far as they go)
 //! step 3 | plan | apply | revert | finish | show | cancel a1 | stop a1.0 | share a floor 2 ceiling 8

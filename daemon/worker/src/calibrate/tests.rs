@@ -1,3 +1,5 @@
+use std::cell::Cell;
+
 use super::*;
 use crate::sequence::Sequences;
 
@@ -85,6 +87,38 @@ fn of_a_gpu_long_steps_are_found_and_rows_apart_from_parts_of_prompts_however_sl
         steps.extend([0, 8_000, 32_000].map(|past| (64 + n as u32, 64, beside(n, past))));
     }
     is_about(&cost, &steps, ideal_gpu);
+}
+
+#[test]
+fn where_first_times_leave_a_gpu_no_time_for_all_plans_none_of_them_counts() {
+    let limits = Limits { max_num_batched_tokens: 8192, max_model_len: 32_768, capacity: 8192, ..LIMITS };
+    for first_us in [20_000, 70_000, 150_000] {
+        let (clock, mut met) = (Cell::new(Duration::ZERO), Vec::new());
+        let cost = measure_within(
+            Machine::Gpu,
+            &limits,
+            || clock.get(),
+            |plan| {
+                let of = contents(plan);
+                let us = ideal_gpu(of) as u64 + if met.contains(&of) { 0 } else { first_us };
+                met.push(of);
+                clock.set(clock.get() + Duration::from_micros(us));
+                Ok::<_, ()>(us)
+            },
+        )
+        .unwrap();
+        assert!(clock.get() <= LONGEST + Duration::from_micros(first_us), "{first_us}: {:?}", clock.get());
+        let decoding = Pairs { rows: 64 * 500, parts: 0 };
+        let steps =
+            [(1, 1, Pairs::default()), (64, 64, decoding), (256 + 64, 64, decoding), (1024, 1, decoding)];
+        for step in steps {
+            let (found, expected) = (cost.step_us(step.0, step.1, step.2), ideal_gpu(step));
+            assert!(
+                (found / expected - 1.0).abs() < 0.25,
+                "{first_us} {step:?}: {found}, not {expected} of {cost:?}"
+            );
+        }
+    }
 }
 
 #[test]

@@ -325,23 +325,22 @@ fn jobs<'a>(
     let mut rest = Some(memory.all_mut().part(HEADER_BYTES..len).map_err(CudaError::from)?);
     let mut at = 0;
     let mut jobs = Vec::new();
-    for target in targets {
-        let source_of = target.source;
-        if let Source::Matrix(tensor) = source_of
+    for &Target { source: read, at: place } in targets {
+        if let Source::Matrix(tensor) = read
             && let Some(SyntheticElements::Normal { seed, deviation }) = source.synthetic(tensor)
         {
-            let piece = take(&mut rest, &mut at, target.at, source_of.bytes())?;
+            let piece = take(&mut rest, &mut at, place, read.bytes())?;
             let mut piece = piece.cast().map_err(CudaError::from)?;
             fill_normal::<Element>(stream, seed, deviation, &mut piece)?;
             continue;
         }
-        let (rows, bytes) = source_of.piece();
-        let pieces = source_of.tensor().rows / rows;
+        let (rows, bytes) = read.piece();
+        let pieces = read.tensor().rows / rows;
         let step = (CHUNK / bytes.max(1)).max(1);
         for first in (0..pieces).step_by(step) {
             let count = step.min(pieces - first);
-            let into = take(&mut rest, &mut at, target.at + first * bytes, count * bytes)?;
-            jobs.push(Job { source: source_of, first, count, into });
+            let into = take(&mut rest, &mut at, place + first * bytes, count * bytes)?;
+            jobs.push(Job { source: read, first, count, into });
         }
     }
     Ok(jobs)

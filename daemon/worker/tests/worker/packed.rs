@@ -61,7 +61,7 @@ fn checkpoints_with_zeros_give_the_texts_of_their_weights() {
         let [quantised, plain] = pair(&model, &packed);
         let [of_quantised, of_plain] =
             [&quantised, &plain].map(|directory| logprobs(&exact(directory.path())));
-        // Minima are rounded to half floats: by less than a 125th of a step between codes, of which a weight has five or so.
+        // Minima are rounded to half floats: by less than a 136th of a step between codes, of which a weight has five or so.
         let rounding = distance(&of_quantised, &of_plain);
         let auto = distance(&logprobs(&hello(quantised.path(), Dtype::Auto)), &of_quantised);
         let spread = distance(&of_plain[..6], &of_plain[6..]);

@@ -5,7 +5,7 @@ use crate::cuda::error::CudaError;
 use crate::cuda::gemm::GemmShape;
 use crate::cuda::norm::{PACK, dimension};
 use crate::error::{ShapeError, length, product};
-use crate::four_bit::{DecoderForms, Form, LayerForms, four_bit_bytes};
+use crate::four_bit::{DecoderForms, FOUR_BIT_TILE, Form, LayerForms, four_bit_bytes};
 
 /// Alignment of every tensor, in bytes.
 const ALIGN: usize = 256;
@@ -175,9 +175,15 @@ impl Row {
         let place = match form {
             Form::Half => self.take(what, &[outputs, inputs], 2)?,
             Form::FourBit => {
-                let (needed, found) = ("outputs in tiles of 16, inputs in units of 64", outputs);
-                let bytes = four_bit_bytes(outputs, inputs);
-                self.take(what, &[bytes.ok_or(ShapeError::Dimension { what, needed, found })?], 1)?
+                let bytes = four_bit_bytes(outputs, inputs).ok_or_else(|| {
+                    let (needed, found) = if outputs.is_multiple_of(FOUR_BIT_TILE) {
+                        ("inputs in units of 64", inputs)
+                    } else {
+                        ("outputs in tiles of 16", outputs)
+                    };
+                    ShapeError::Dimension { what, needed, found }
+                })?;
+                self.take(what, &[bytes], 1)?
             }
         };
         Ok(MatrixPlace { at: place.at, shape, form })

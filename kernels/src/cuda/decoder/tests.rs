@@ -64,7 +64,7 @@ fn a_matrix_of_four_bits_takes_tiles_and_a_tied_one_lies_beside_the_embedding() 
     let down = LayerForms { ffn_down: Form::FourBit, ..four };
     let forms = DecoderForms { layers: vec![down; 2], output: Form::Half };
     let error = DecoderPlaces::new(&odd, &forms).unwrap_err().to_string();
-    assert!(error.contains("down"), "{error}");
+    assert!(error.contains("down is 96, but must be inputs in units of 64"), "{error}");
     assert!(
         DecoderPlaces::new(&shape, &DecoderForms::halves(1)).is_err(),
         "forms of another number of layers"

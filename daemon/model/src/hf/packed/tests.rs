@@ -407,6 +407,34 @@ fn parts_that_do_not_fit_are_refused_by_tensor() {
 }
 
 #[test]
+fn errors_name_the_file_of_the_part_that_is_wrong() {
+    let packed = PackedAs::usual(PackedFormat::Awq, Some(32));
+    let split = |part: &str, change: fn(&mut HfTensor)| {
+        let directory = TempDir::new().unwrap();
+        let mut tensors = packed.tensors(5, &model()).unwrap();
+        let at = tensors.iter().position(|tensor| tensor.name.ends_with(part)).unwrap();
+        // The last one lies in the second of two files; the codes lie in the first.
+        let mut last = tensors.remove(at);
+        change(&mut last);
+        tensors.push(last);
+        let tensors = tensors.into_iter().map(Ok);
+        write_tensors(directory.path(), &model(), &packed.config(), tensors, 2).unwrap();
+        let source = ModelSource::open(directory.path());
+        (directory, source)
+    };
+    let second = "/model-00002-of-00002.safetensors: model.layers.0.self_attn.q_proj.";
+    for part in ["qzeros", "scales"] {
+        let (_directory, source) = split(&format!("q_proj.{part}"), |tensor| tensor.dtype = "F32");
+        refusal(source, &[&format!("{second}{part}: "), "F32"]);
+    }
+    let infinite = |tensor: &mut HfTensor| tensor.data[..2].copy_from_slice(&f16::INFINITY.to_le_bytes());
+    let (_directory, source) = split("q_proj.scales", infinite);
+    let source = source.unwrap();
+    let tensor = source.tensor(Q).unwrap();
+    refusal(source.read(tensor, &mut vec![0; tensor.bytes as usize]), &[&format!("{second}scales: ")]);
+}
+
+#[test]
 fn what_is_computed_in_another_order_or_way_is_refused_by_tensor() {
     let gptq = PackedAs::usual(PackedFormat::Gptq, Some(32));
     // Inputs 3 and 40 change places.
