@@ -82,10 +82,15 @@ fn bug_18_after_preemption_penalties_take_what_was_generated_for_output_and_the_
         let asks = asks(80);
         let alone = one_by_one(&acme, &asks, "alone");
         assert_eq!(preemptions(&daemon), 0, "alone each has room");
-        assert_same(&together(&acme, &asks, "together"), &alone, "in a pool that is too small");
-        let count = preemptions(&daemon);
-        println!("prefix cache {prefix_cache}: {count} preemptions");
-        assert!(count > 0, "nothing was preempted");
+        // On a busy machine they may come one after the other.
+        let mut rounds = 0;
+        while preemptions(&daemon) == 0 {
+            assert!(rounds < 50, "nothing was preempted");
+            let found = together(&acme, &asks, &format!("together-{rounds}"));
+            assert_same(&found, &alone, "in a pool that is too small");
+            rounds += 1;
+        }
+        println!("prefix cache {prefix_cache}: {} preemptions in {rounds} rounds", preemptions(&daemon));
         // They do something, and it is not what a prompt of the same tokens would do.
         let mut plain = asks[0].clone();
         plain.body["presence_penalty"] = json!(0);

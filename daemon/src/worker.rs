@@ -65,6 +65,8 @@ const DEATH: Duration = Duration::from_secs(10);
 const EXEC: Duration = Duration::from_mins(1);
 /// Workers in a row that do not come up. Those that die with a plan are the engine's to count.
 const TRIES: u32 = 6;
+/// How long the next start waits after the first of them, and at most; it doubles from try to try.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
 /// How a model stands, as shown by `pagedctl status`.
 #[derive(Clone, Debug)]
@@ -281,7 +283,8 @@ impl WorkerProcess {
             if self.starts > 0 {
                 let last = self.state.borrow().model().cloned();
                 self.state.send_replace(ModelState::Restarting { attempt: self.attempts, last });
-                let pause = self.backoff.next(Instant::now());
+                // One that was ready is followed at once; what keeps one from starting may pass.
+                let pause = self.backoff.next(Instant::now()).max(pause_after(self.failed_launches));
                 self.pulse.within(pause, || thread::sleep(pause));
             }
             let error = match self.launch() {
@@ -576,6 +579,13 @@ impl Worker for WorkerProcess {
 /// How long a step may take where the slowest took `slowest`. `predicted` is zero where nothing is known.
 fn deadline(predicted: Duration, slowest: Duration) -> Duration {
     (slowest * STEP_SLACK).clamp(STEP_DEADLINE, LONGEST_STEP_DEADLINE).max(predicted * STEP_SLACK)
+}
+
+/// How long to wait before the next start, where so many in a row did not come up.
+fn pause_after(failed: u32) -> Duration {
+    failed
+        .checked_sub(1)
+        .map_or(Duration::ZERO, |doublings| (PAUSE.0 * 2_u32.saturating_pow(doublings)).min(PAUSE.1))
 }
 
 /// Waits for what a worker says, at most `limit`, and shows meanwhile that this thread goes on: it is the worker's time that passes.

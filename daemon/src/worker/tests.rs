@@ -20,6 +20,13 @@ fn a_step_has_ten_times_what_was_predicted_for_it_also_where_that_is_long() {
     assert_eq!([0, 1, 4, 9, 60].map(seconds), [40, 40, 40, 90, 600]);
 }
 
+#[test]
+fn starts_that_fail_are_apart_so_that_what_is_away_for_seconds_may_come_back() {
+    let pauses: Vec<_> = (0..TRIES).map(|failed| pause_after(failed).as_millis()).collect();
+    assert_eq!(pauses, [0, 200, 400, 800, 1600, 3200]);
+    assert_eq!([7, 40, u32::MAX].map(pause_after), [PAUSE.1; 3]);
+}
+
 /// Takes the first bytes of what it is told, notes whether the process before it is still there, and goes no further.
 const DEAF: &str = "#!/bin/sh
 before=$(cat pid 2>/dev/null)
