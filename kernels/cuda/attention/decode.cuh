@@ -183,7 +183,7 @@ struct DecodeRows {
     float sums[kDim / 8][4];
     float m[2];
     float l[2];
-    int limits[2];     // tokens that the two rows see
+    int limits[2];     // tokens that the two rows see, none past the unit's end
     int lowest_limit;  // of all rows of the unit
 
     /// Starts to load the unit's queries. Of a group's unit, `member_token` of lane r is the query token of row r.
@@ -192,13 +192,14 @@ struct DecodeRows {
         const int group = params.kv.group;
         const bool of_group = unit.splits == 0;
         const int end = unit.first_token + unit.tokens;
-        lowest_limit = of_group ? end : unit.past + unit.first_row / group + 1;
+        lowest_limit = of_group ? end : min(end, unit.past + unit.first_row / group + 1);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = lane / 4 + half * 8;
             const bool real = row < unit.rows;
             const int packed = unit.first_row + row;
-            limits[half] = of_group ? end : unit.past + packed / group + 1;
+            // A round may reach past the end of a unit that its rows see more than.
+            limits[half] = of_group ? end : min(end, unit.past + packed / group + 1);
             const int of_member = __shfl_sync(kFullWarp, member_token, row);
             const int64_t token = of_group ? of_member : unit.first_query + (real ? packed / group : 0);
             const T* from = static_cast<const T*>(queries.q) + token * queries.q_stride + (kv_head * group + packed % group) * kDim + lane % 4 * (kScaled ? 4 : 2);

@@ -155,7 +155,8 @@ struct Problem<T: Half> {
     queries: Vec<Vec<T>>,
     /// What the last plan that cuts evenly found.
     found: Cell<Sharing>,
-    answers: OnceCell<Vec<Vec<f64>>>,
+    /// Of keys and values as they are, and rounded to `T`.
+    answers: [OnceCell<Vec<Vec<f64>>>; 2],
 }
 
 /// Queries of a sequence: the row of a batch.
@@ -163,6 +164,15 @@ struct Problem<T: Half> {
 struct Part {
     sequence: usize,
     queries: Range<usize>,
+}
+
+/// Which keys and values a kernel rounds to `T` before it multiplies them, where they are e4m3.
+#[derive(Clone, Copy, PartialEq)]
+enum Rounded {
+    None,
+    /// Those of the tokens that some groups have in common.
+    Some,
+    All,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -253,7 +263,7 @@ impl<T: Half> Problem<T> {
             arena,
             queries: sequences.iter().enumerate().map(queries).collect(),
             found: Cell::default(),
-            answers: OnceCell::new(),
+            answers: Default::default(),
         })
     }
 
@@ -374,7 +384,7 @@ impl<T: Half> Problem<T> {
         bench.report("decode", self.name(", found to share"), Found::Different { count, of: 1 });
         if large {
             let out = self.run(bench, Kernel::Tiles, &self.all(), 1)?;
-            self.judge(bench, "decode", self.name(", in tiles"), &out, 1, true);
+            self.judge(bench, "decode", self.name(", in tiles"), &out, 1, Rounded::Some);
             let count = usize::from(!matches!(self.found.get(), Sharing::Some { tiles: 1.. }));
             bench.report("decode", self.name(", found to fill tiles"), Found::Different { count, of: 1 });
         }
@@ -390,8 +400,11 @@ impl<T: Half> Problem<T> {
 
     fn evenly(&self, bench: &mut Bench) -> Result<(), CudaError> {
         let out = self.run(bench, Kernel::Even, &self.all(), 1)?;
-        let tiles = matches!(self.found.get(), Sharing::Some { tiles: 1.. });
-        self.judge(bench, "decode", self.name(", together"), &out, 1, tiles);
+        let rounded = match self.found.get() {
+            Sharing::Some { tiles: 1.. } => Rounded::Some,
+            Sharing::Some { tiles: 0 } | Sharing::None => Rounded::None,
+        };
+        self.judge(bench, "decode", self.name(", together"), &out, 1, rounded);
         let replayed = self.run(bench, Kernel::EvenReplay, &self.all(), 1)?;
         let count = usize::from(replayed != out);
         bench.report("decode", self.name(", together, replayed"), Found::Different { count, of: 1 });
@@ -400,7 +413,7 @@ impl<T: Half> Problem<T> {
 
     fn decodes(&self, bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
         let out = self.run(bench, Kernel::Decode, &self.all(), 1)?;
-        self.judge(bench, "decode", self.name(""), &out, 1, false);
+        self.judge(bench, "decode", self.name(""), &out, 1, Rounded::None);
         let replayed = self.run(bench, Kernel::Replay, &self.all(), 1)?;
         let count = usize::from(replayed != out);
         bench.report("decode", self.name(", replayed"), Found::Different { count, of: 1 });
@@ -412,7 +425,7 @@ impl<T: Half> Problem<T> {
 
     fn prefills(&self, bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
         let out = self.run(bench, Kernel::Prefill(None), &self.all(), 0)?;
-        self.judge(bench, "prefill", self.name(""), &out, 0, true);
+        self.judge(bench, "prefill", self.name(""), &out, 0, Rounded::All);
         if extent == Extent::Full {
             self.alone(bench, Kernel::Prefill(None), "prefill", self.name(", alone and cut"), &out, 0)?;
         }
@@ -439,8 +452,7 @@ impl<T: Half> Problem<T> {
         )
     }
 
-    /// The largest error of a head of a token, and how many other elements were written. The kernels of `tiles` multiply e4m3 by its scale before it is
-    /// rounded to `T`.
+    /// The largest error of a head of a token, and how many other elements were written.
     fn judge(
         &self,
         bench: &mut Bench,
@@ -448,13 +460,12 @@ impl<T: Half> Problem<T> {
         name: String,
         out: &[u16],
         skipped: usize,
-        tiles: bool,
+        rounded: Rounded,
     ) {
         let d = self.shape.head_dim;
-        // Of the norm of a token's head. Weights and outputs are rounded: 2e-3 of the norm in bf16; twice that where one weight dominates. Keys and
-        // values that are rounded, too, count once more.
-        let rounded = tiles && self.shape.element == DeviceKvElement::E4m3;
-        let allowed = if rounded { 3.0 } else { 2.0 } * T::ROUNDING;
+        // Of the norm of a token's head. Weights and outputs are rounded: 2e-3 of the norm in bf16; twice that where one weight dominates. Where keys and
+        // values of some tokens are rounded first, up to twice what it makes if those of all are.
+        let allowed = 2.0 * T::ROUNDING;
         let (mut worst, mut stray) = (0.0_f64, 0);
         let mut tokens = out.chunks_exact(self.width());
         for (sequence, &(_, count)) in self.sequences.iter().enumerate() {
@@ -464,11 +475,14 @@ impl<T: Half> Problem<T> {
                 continue;
             }
             let got: Vec<f64> = got.flatten().map(|&bits| T::of_bits(bits).to_f64()).collect();
-            let want = &self.answers()[sequence];
-            for (got, want) in got.chunks_exact(d).zip(want.chunks_exact(d)) {
-                let off: f64 = got.iter().zip(want).map(|(g, w)| (g - w) * (g - w)).sum();
-                let norm: f64 = want.iter().map(|w| w * w).sum();
-                worst = super::layers::larger(worst, (off / norm).sqrt() / allowed);
+            let want = &self.answers(rounded == Rounded::All)[sequence];
+            let other = &self.answers(rounded != Rounded::None)[sequence];
+            let heads = want.chunks_exact(d).zip(other.chunks_exact(d));
+            for (got, (want, other)) in got.chunks_exact(d).zip(heads) {
+                let far =
+                    |from: &[f64]| from.iter().zip(want).map(|(x, w)| (x - w) * (x - w)).sum::<f64>().sqrt();
+                let norm = want.iter().map(|w| w * w).sum::<f64>().sqrt();
+                worst = super::layers::larger(worst, far(got) / (allowed * norm + 2.0 * far(other)));
             }
         }
         stray += tokens.flatten().filter(|&&bits| bits != UNTOUCHED).count();
@@ -476,14 +490,17 @@ impl<T: Half> Problem<T> {
         bench.report(kernel, name + ", rest", Found::Different { count: stray, of: out.len() });
     }
 
-    /// Of each sequence.
-    fn answers(&self) -> &[Vec<f64>] {
-        self.answers
-            .get_or_init(|| (0..self.sequences.len()).map(|sequence| self.reference(sequence)).collect())
+    /// Of each sequence, with keys and values that are e4m3 rounded to `T` or as they are.
+    fn answers(&self, rounded: bool) -> &[Vec<f64>] {
+        let rounded = rounded && self.shape.element == DeviceKvElement::E4m3;
+        self.answers[usize::from(rounded)].get_or_init(|| {
+            (0..self.sequences.len()).map(|sequence| self.reference(sequence, rounded)).collect()
+        })
     }
 
     /// `[queries][heads][head_dim]` of a sequence in double precision.
-    fn reference(&self, sequence: usize) -> Vec<f64> {
+    fn reference(&self, sequence: usize, rounded: bool) -> Vec<f64> {
+        let as_multiplied = |x: f64| if rounded { T::from_f64(f64::from(x as f32)).to_f64() } else { x };
         let Shape { kv_heads, group, head_dim: d, block_size, .. } = self.shape;
         let (context, count) = self.sequences[sequence];
         let q: Vec<f64> = self.queries[sequence].iter().map(|x| x.to_f64()).collect();
@@ -493,6 +510,8 @@ impl<T: Half> Problem<T> {
                 let row = |position: usize| {
                     let block = self.tables[sequence][position / block_size].0;
                     read::<T>(&self.arena, &self.layout, (block, part, kv_head, position % block_size))
+                        .into_iter()
+                        .map(as_multiplied)
                 };
                 (0..context).flat_map(row).collect()
             });
