@@ -93,6 +93,7 @@ pub fn quantize_e4m3(row: &[f32]) -> (f32, Vec<u8>) {
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp, reason = "what is compared is exact")]
 mod tests {
     use super::*;
 

@@ -99,6 +99,15 @@ fn on_a_gpu_matrices_have_two_bytes_an_element_and_vectors_four() {
 }
 
 #[test]
+fn in_fp8_a_token_has_a_byte_an_element_and_a_scale_for_each_row_of_a_head() {
+    let (_dir, options) = tiny(&TinyModel::default());
+    let cuda = Options { device: Device::Cuda { ordinal: 0 }, kv_dtype: KvDtype::Fp8, ..options };
+    let sum = Sum::new(&cuda, Ok(1 << 40)).unwrap();
+    let token = TOKEN_ELEMENTS + 4 * TOKEN_ELEMENTS / 16;
+    assert_eq!((sum.token_bytes, sum.block_bytes, sum.blocks), (token, 32 * token, Ok(32)));
+}
+
+#[test]
 fn a_share_of_what_is_free_is_of_what_weights_scratch_and_other_models_leave() {
     let (_dir, options) = tiny(&TinyModel::default());
     let cuda = Options {
