@@ -149,6 +149,10 @@ fn what_pagedctl_writes_is_read() {
     let expected = [KvMemory::Auto, KvMemory::Bytes(4096), KvMemory::Tokens(5000), KvMemory::Percent(12.5)];
     assert_eq!(amounts, expected);
     assert_eq!(["cpu", "cuda:7"].map(device), [Ok(Device::Cpu), Ok(Device::Cuda { ordinal: 7 })]);
+    let types =
+        [("f16", KvDtype::F16), ("f32", KvDtype::F32), ("bf16", KvDtype::Bf16), ("fp8", KvDtype::Fp8)];
+    assert!(types.iter().all(|&(text, expected)| kv_dtype(text) == Ok(expected)));
+    assert!(["", "auto", "e4m3", "fp8_e4m3"].iter().all(|text| kv_dtype(text).is_err()));
     assert!(["", "B", "12", "-1B", "tokens", "x%"].iter().all(|text| kv_memory(text).is_err()));
     assert!(["gpu", "cuda", "cuda:", "cuda:x"].iter().all(|text| device(text).is_err()));
 }
