@@ -21,7 +21,7 @@ fn yaml(folder: &Path, ordinal: u32) -> String {
     let cpu = tiny::yaml(folder);
     let path = folder.join("tiny.gguf");
     format!(
-        "{cpu}  far:\n    path: {}\n    device: cuda:{ordinal}\n    kv_memory: 4096 tokens\n",
+        "{cpu}  far:\n    path: {}\n    device: cuda:{ordinal}\n    kv_dtype: fp8\n    kv_memory: 4096 tokens\n",
         path.display()
     )
 }
@@ -55,7 +55,7 @@ fn a_model_on_a_gpu_that_is_not_there_says_so_and_the_other_model_serves() {
     let far = failed(&daemon);
     let error = far["state"]["error"].as_str().unwrap_or_default();
     assert!(is_of_gpus(error) && !error.contains('\n'), "{far}");
-    assert_eq!((&far["device"], &far["kv_dtype"]), (&json!(format!("cuda:{ordinal}")), &json!("bf16")));
+    assert_eq!((&far["device"], &far["kv_dtype"]), (&json!(format!("cuda:{ordinal}")), &json!("fp8")));
     let log = daemon.site().log_text();
     assert!(log.contains("model cannot be loaded") && log.contains(error), "{log}");
     assert!(!log.contains("worker did not start"), "it was tried again:\n{log}");

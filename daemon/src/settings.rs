@@ -23,6 +23,7 @@ pub fn hello(config: &Model) -> wire::Hello {
             KvDtype::F16 => wire::KvDtype::F16,
             KvDtype::F32 => wire::KvDtype::F32,
             KvDtype::Bf16 => wire::KvDtype::Bf16,
+            KvDtype::Fp8 => wire::KvDtype::Fp8,
         },
         block_size: config.block_size.0,
         kv_memory: match config.kv_memory {

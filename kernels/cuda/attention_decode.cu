@@ -6,10 +6,10 @@
 // Warps, ring stages and bytes of dynamic shared memory of a CTA: about 64 KiB, so that two CTAs fit an SM of sm_80 and sm_90 and one fits one of sm_89.
 // The host launches with the same numbers.
 #define PAGEDD_DECODE(name, type, dim, warps, stages, shared)                                                                     \
-    static_assert(pagedd::DecodeShape<dim, warps, stages>::kSharedBytes == shared, "the host's number");                          \
+    static_assert(pagedd::DecodeShape<pagedd::type, dim, warps, stages>::kSharedBytes == shared, "the host's number");                          \
     extern "C" __global__ void __launch_bounds__(warps * 32, 2)                                                                   \
         pagedd_attention_decode_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params) {                            \
-        pagedd::decode_attention<pagedd::type, dim, warps, stages>(params);                                                       \
+        pagedd::decode_attention<pagedd::type, pagedd::type, dim, warps, stages>(params);                                                       \
     }                                                                                                                             \
     extern "C" __global__ void __launch_bounds__(pagedd::kCombineThreads)                                                         \
         pagedd_attention_combine_##name##_d##dim(const __grid_constant__ pagedd::DecodeParams params) {                           \

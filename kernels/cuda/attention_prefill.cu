@@ -4,10 +4,10 @@
 // Two CTAs of 4 warps an SM, within the shared memory and the registers of sm_80 and sm_90: 128 rows (64 at head_dim 256) against 64 keys (32). The
 // last number is the bytes of dynamic shared memory that the host launches with.
 #define PAGEDD_PREFILL(name, type, dim, warps, row_tiles, keys, slots, shared)                                                       \
-    static_assert(pagedd::PrefillShape<dim, warps, row_tiles, keys, slots>::kSharedBytes == shared, "the host's number");            \
+    static_assert(pagedd::PrefillShape<pagedd::type, dim, warps, row_tiles, keys, slots>::kSharedBytes == shared, "the host's number");            \
     extern "C" __global__ void __launch_bounds__(warps * 32, 2)                                                                      \
         pagedd_attention_prefill_##name##_d##dim(const __grid_constant__ pagedd::PrefillParams params) {                             \
-        pagedd::prefill_attention<pagedd::type, pagedd::PrefillShape<dim, warps, row_tiles, keys, slots>>(params);                   \
+        pagedd::prefill_attention<pagedd::type, pagedd::PrefillShape<pagedd::type, dim, warps, row_tiles, keys, slots>>(params);                   \
     }
 
 #define PAGEDD_PREFILL_DIMS(name, type)                 \

@@ -11,10 +11,10 @@
 // At head_dim 128 more rows are faster, if there are enough of them to fill the card; which kernel takes a row does not change its bits. A CTA has
 // 2 * rows + 128 threads; the last number is the bytes of dynamic shared memory that the host launches with.
 #define PAGEDD_PREFILL_SM90(name, type, dim, rows, keys, stages, ctas, shared)                                                                 \
-    static_assert(pagedd::HopperShape<dim, rows / 64, keys, stages, ctas>::kSharedBytes == shared, "the host's number");                       \
+    static_assert(pagedd::HopperShape<pagedd::type, dim, rows / 64, keys, stages, ctas>::kSharedBytes == shared, "the host's number");                       \
     extern "C" __global__ void __launch_bounds__(rows * 2 + 128, ctas)                                                                         \
         pagedd_attention_prefill_sm90_##name##_d##dim##_r##rows(const __grid_constant__ pagedd::PrefillParams params) {                        \
-        PAGEDD_ON_SM90(pagedd::prefill_attention_hopper<pagedd::type, pagedd::HopperShape<dim, rows / 64, keys, stages, ctas>>(params));       \
+        PAGEDD_ON_SM90(pagedd::prefill_attention_hopper<pagedd::type, pagedd::HopperShape<pagedd::type, dim, rows / 64, keys, stages, ctas>>(params));       \
     }
 
 #define PAGEDD_PREFILL_SM90_DIMS(name, type)                     \

@@ -3,10 +3,10 @@
 
 // Tiles and shared memory as in attention_prefill.cu.
 #define PAGEDD_SHARED(name, type, dim, warps, row_tiles, keys, slots, shared)                                                        \
-    static_assert(pagedd::PrefillShape<dim, warps, row_tiles, keys, slots>::kSharedBytes == shared, "the host's number");            \
+    static_assert(pagedd::PrefillShape<pagedd::type, dim, warps, row_tiles, keys, slots>::kSharedBytes == shared, "the host's number");            \
     extern "C" __global__ void __launch_bounds__(warps * 32, 2)                                                                      \
         pagedd_attention_shared_##name##_d##dim(const __grid_constant__ pagedd::SharedParams params) {                               \
-        pagedd::shared_attention<pagedd::type, pagedd::PrefillShape<dim, warps, row_tiles, keys, slots>, false>(params);             \
+        pagedd::shared_attention<pagedd::type, pagedd::PrefillShape<pagedd::type, dim, warps, row_tiles, keys, slots>, false>(params);             \
     }
 
 #define PAGEDD_SHARED_DIMS(name, type)                 \

@@ -10,9 +10,9 @@
 
 // Tiles and shared memory as in attention_prefill_sm90.cu.
 #define PAGEDD_SHARED_SM90(name, type, dim, keys, stages, shared)                                                                            \
-    static_assert(pagedd::HopperShape<dim, 2, keys, stages, 1>::kSharedBytes == shared, "the host's number");                                \
+    static_assert(pagedd::HopperShape<pagedd::type, dim, 2, keys, stages, 1>::kSharedBytes == shared, "the host's number");                                \
     extern "C" __global__ void __launch_bounds__(384, 1) pagedd_attention_shared_sm90_##name##_d##dim(const __grid_constant__ pagedd::SharedParams params) { \
-        PAGEDD_ON_SM90(pagedd::shared_attention<pagedd::type, pagedd::HopperShape<dim, 2, keys, stages, 1>, true>(params));                  \
+        PAGEDD_ON_SM90(pagedd::shared_attention<pagedd::type, pagedd::HopperShape<pagedd::type, dim, 2, keys, stages, 1>, true>(params));                  \
     }
 
 #define PAGEDD_SHARED_SM90_DIMS(name, type)             \

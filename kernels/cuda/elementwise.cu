@@ -73,6 +73,8 @@ struct CopyArgs {
     uint32_t runs;           // key and value heads of a layer: 2 kv_heads
     uint32_t run_packs;      // 16-byte packs of a head in a block
     uint32_t token_packs;    // 16-byte packs of a token of a head
+    uint32_t scales;         // bytes from a layer to the scales of its tokens, a word each, [runs][tokens]; or 0
+    uint32_t run_scales;     // tokens of a block
 };
 
 // One block per layer and head (grid.x) and copy (grid.y).
@@ -82,6 +84,12 @@ extern "C" __global__ void copy_blocks(const __grid_constant__ CopyArgs a) {
     const uint4* from = reinterpret_cast<const uint4*>(a.arena + copy.from * a.block_stride + run);
     uint4* to = reinterpret_cast<uint4*>(a.arena + copy.to * a.block_stride + run);
     for (unsigned pack = threadIdx.x; pack < copy.tokens * a.token_packs; pack += blockDim.x) to[pack] = from[pack];
+    if (a.scales) {
+        const uint64_t scales = (blockIdx.x / a.runs) * a.layer_stride + a.scales + uint64_t(blockIdx.x % a.runs) * a.run_scales * 4;
+        const uint32_t* scales_from = reinterpret_cast<const uint32_t*>(a.arena + copy.from * a.block_stride + scales);
+        uint32_t* scales_to = reinterpret_cast<uint32_t*>(a.arena + copy.to * a.block_stride + scales);
+        for (unsigned token = threadIdx.x; token < copy.tokens; token += blockDim.x) scales_to[token] = scales_from[token];
+    }
 }
 
 // A piece of a host's buffer and the place that it goes to.

@@ -15,6 +15,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod e4m3;
 mod error;
 mod four_bit;
 pub mod sample;
@@ -31,6 +32,7 @@ pub use cpu::ops::{
 };
 pub use cpu::packed::{Matrix, MatrixLayout, PANEL as PANEL_ROWS, PackedType, pack};
 pub use cpu::pool::ThreadPool;
+pub use e4m3::{DeviceKvElement, e4m3_of, e4m3_value, quantize_e4m3};
 pub use error::{KvError, ShapeError};
 pub use four_bit::{
     DecoderForms, FOUR_BIT_TILE, FOUR_BIT_UNIT, Form, LayerForms, four_bit_bytes, is_four_bit,

@@ -476,22 +476,22 @@ const DEFAULT_ITL_TARGET: Duration = Duration::from_millis(100);
 fn against_device(model: &Model) -> Option<(&'static str, String)> {
     let Model { device, kv_dtype, .. } = model;
     match (device, model.dtype, kv_dtype, model.threads) {
-        (Device::Cpu, _, KvDtype::Bf16, _) => {
-            Some(("kv_dtype", "bf16 is what a GPU keeps; on the CPU KV blocks are f16 or f32".to_owned()))
+        (Device::Cpu, _, KvDtype::Bf16 | KvDtype::Fp8, _) => {
+            Some(("kv_dtype", format!("{kv_dtype} is what a GPU keeps; on the CPU KV blocks are f16 or f32")))
         }
         (Device::Cuda { .. }, ComputeDtype::F32, _, _) => {
             Some(("dtype", format!("f32 is for the CPU; {device} multiplies bf16 weights: leave it at auto")))
         }
         (Device::Cuda { .. }, ComputeDtype::Auto, KvDtype::F16 | KvDtype::F32, _) => Some((
             "kv_dtype",
-            format!("{kv_dtype} is for the CPU; on {device} KV blocks are bf16: leave it at auto"),
+            format!("{kv_dtype} is for the CPU; on {device} KV blocks are bf16 (auto) or fp8"),
         )),
-        (Device::Cuda { .. }, ComputeDtype::Auto, KvDtype::Bf16, Some(_)) => Some((
+        (Device::Cuda { .. }, ComputeDtype::Auto, KvDtype::Bf16 | KvDtype::Fp8, Some(_)) => Some((
             "threads",
             format!("their number is for the CPU; {device} computes itself: leave it at auto"),
         )),
         (Device::Cpu, _, KvDtype::F16 | KvDtype::F32, _)
-        | (Device::Cuda { .. }, ComputeDtype::Auto, KvDtype::Bf16, None) => None,
+        | (Device::Cuda { .. }, ComputeDtype::Auto, KvDtype::Bf16 | KvDtype::Fp8, None) => None,
     }
 }
 

@@ -157,6 +157,8 @@ words!(
         F32 = "f32",
         /// bfloat16, on a GPU.
         Bf16 = "bf16",
+        /// Eight bits (e4m3) with a scale for each token and KV head, on a GPU.
+        Fp8 = "fp8",
     }
 );
 words!(

@@ -237,7 +237,7 @@ const REFUSALS: &[(&str, &str)] = &[
     ),
     (
         "models: { m: { kv_dtype: bf8 } }\n",
-        "1:26: models.m.kv_dtype: `bf8` is none of f16, f32, bf16; did you mean `bf16`?, or `auto`",
+        "1:26: models.m.kv_dtype: `bf8` is none of f16, f32, bf16, fp8; did you mean `bf16`?, or `auto`",
     ),
     ("models: { m: { deterministic: 1 } }\n", "1:31: models.m.deterministic: `1` is neither true nor false"),
     (
@@ -295,7 +295,7 @@ const REFUSALS: &[(&str, &str)] = &[
     ),
     (
         "models:\n  m: { path: synthetic:llama-2-7b, device: cuda:3, kv_dtype: f16 }\n",
-        "2:62: models.m.kv_dtype: f16 is for the CPU; on cuda:3 KV blocks are bf16: leave it at auto",
+        "2:62: models.m.kv_dtype: f16 is for the CPU; on cuda:3 KV blocks are bf16 (auto) or fp8",
     ),
     (
         "models:\n  m: { path: synthetic:llama-2-7b, device: cuda:0, threads: 8 }\n",
@@ -304,6 +304,10 @@ const REFUSALS: &[(&str, &str)] = &[
     (
         "models:\n  m: { path: synthetic:llama-2-7b, kv_dtype: bf16 }\n",
         "2:46: models.m.kv_dtype: bf16 is what a GPU keeps; on the CPU KV blocks are f16 or f32",
+    ),
+    (
+        "models:\n  m: { path: synthetic:llama-2-7b, device: cpu, kv_dtype: fp8 }\n",
+        "2:59: models.m.kv_dtype: fp8 is what a GPU keeps; on the CPU KV blocks are f16 or f32",
     ),
     (
         "models:\n  m: { path: synthetic:llama-3-8 }\n",

@@ -146,6 +146,8 @@ pub enum KvDtype {
     F32,
     /// bfloat16: what a GPU keeps.
     Bf16,
+    /// Eight bits (e4m3) with a scale for each token and KV head: what a GPU keeps where it is told to.
+    Fp8,
 }
 
 /// Size of the KV arena.

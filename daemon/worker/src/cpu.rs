@@ -55,8 +55,8 @@ pub fn load(hello: &Hello, fds: Fds, progress: &mut dyn FnMut(u32) -> bool) -> R
     let element = match hello.kv_dtype {
         KvDtype::F16 => KvElement::F16,
         KvDtype::F32 => KvElement::F32,
-        KvDtype::Bf16 => {
-            let problem = "bf16: the CPU keeps f16 or f32".to_owned();
+        KvDtype::Bf16 | KvDtype::Fp8 => {
+            let problem = "bf16 or fp8: the CPU keeps f16 or f32".to_owned();
             return Err(LoadError::Setting { key: "kv_dtype", problem });
         }
     };

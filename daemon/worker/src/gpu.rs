@@ -20,7 +20,7 @@ use pagedd_kernels::cuda::{
     TokenSource, bucket, exact_context, exact_rows, pinned_bytes, products_version,
 };
 use pagedd_kernels::sample::Adjustment;
-use pagedd_kernels::{DecoderForms, KvRow, Pairing};
+use pagedd_kernels::{DecoderForms, DeviceKvElement, KvRow, Pairing};
 use pagedd_model::{ModelConfig, ModelSource, RopePairing};
 use pagedd_wire::worker::{
     Arena as WhichArena, BlockCopy, DeviceStep, Dtype, Hello, KvDtype, MOST_DRAFTS, ModelInfo, Sampled,
@@ -36,7 +36,7 @@ use crate::runner::{ArenaFd, Compute, Fds, Loaded, Pending, Pendings, RunError, 
 use crate::sample::{Past, Request};
 use crate::sequence::Sequences;
 
-/// Elements of weights, activations and KV.
+/// Elements of weights and activations, and of keys and values where nothing else is asked for.
 type Element = bf16;
 
 /// Raised when weights or keys and values change their meaning under an unchanged layout.
@@ -118,7 +118,7 @@ pub fn load(
     fds: Fds,
     progress: &mut dyn FnMut(u32) -> bool,
 ) -> Result<Loaded, LoadError> {
-    check_types(hello)?;
+    let element = check_types(hello)?;
     let source = ModelSource::open(Path::new(&hello.path))?;
     let config = source.config().clone();
     let shape = shape(&config);
@@ -129,6 +129,7 @@ pub fn load(
         config.kv_heads,
         config.head_dim,
         hello.block_size as usize,
+        element,
     )
     .map_err(CudaError::from)?;
     let request = KvRequest::new(hello, config.context.0, layout.block_stride as u64);
@@ -217,15 +218,17 @@ fn algorithms(decoder: &mut Decoder<Element>, hello: &Hello) -> Result<Vec<u8>, 
     Ok(found.to_bytes())
 }
 
-fn check_types(hello: &Hello) -> Result<(), LoadError> {
+/// How keys and values are kept, where all types are a GPU's.
+fn check_types(hello: &Hello) -> Result<DeviceKvElement, LoadError> {
     let wrong = |key, problem: &str| Err(LoadError::Setting { key, problem: problem.to_owned() });
     match hello.dtype {
         Dtype::Auto => {}
         Dtype::F32 => return wrong("dtype", "f32: a GPU computes in bf16"),
     }
     match hello.kv_dtype {
-        KvDtype::Bf16 => Ok(()),
-        KvDtype::F16 | KvDtype::F32 => wrong("kv_dtype", "f16 or f32: a GPU keeps bf16"),
+        KvDtype::Bf16 => Ok(DeviceKvElement::Half),
+        KvDtype::Fp8 => Ok(DeviceKvElement::E4m3),
+        KvDtype::F16 | KvDtype::F32 => wrong("kv_dtype", "f16 or f32: a GPU keeps bf16 or fp8"),
     }
 }
 

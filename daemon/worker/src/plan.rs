@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use pagedd_kernels::{DecoderForms, KvElement, KvLayout};
+use pagedd_kernels::{DecoderForms, DeviceKvElement, KvElement, KvLayout};
 use pagedd_model::{ModelConfig, ModelSource};
 use pagedd_wire::worker::{Device, Dtype, KvDtype, KvMemory};
 use serde_json::{Value, json};
@@ -31,7 +31,7 @@ pub struct Options {
     #[arg(long, default_value = "auto", value_name = "auto|f32", value_parser = dtype)]
     dtype: Dtype,
     /// Element type of the KV blocks
-    #[arg(long, default_value = "f16", value_name = "f16|f32|bf16", value_parser = kv_dtype)]
+    #[arg(long, default_value = "f16", value_name = "f16|f32|bf16|fp8", value_parser = kv_dtype)]
     kv_dtype: KvDtype,
     /// Memory of the KV blocks: auto, or for example 1000000B, 5000tokens or 12.5%
     #[arg(long, default_value = "auto", value_parser = kv_memory)]
@@ -77,7 +77,8 @@ fn kv_dtype(text: &str) -> Result<KvDtype, String> {
         "f16" => Ok(KvDtype::F16),
         "f32" => Ok(KvDtype::F32),
         "bf16" => Ok(KvDtype::Bf16),
-        _ => Err("use f16, f32 or bf16".to_owned()),
+        "fp8" => Ok(KvDtype::Fp8),
+        _ => Err("use f16, f32, bf16 or fp8".to_owned()),
     }
 }
 
@@ -146,12 +147,12 @@ impl Sum {
     pub fn new(options: &Options, free: Result<u64, String>) -> Result<Self, LoadError> {
         let source = ModelSource::open(&options.model)?;
         let config = source.config();
-        let layout = layout(config, options.block_size, options.kv_dtype)?;
+        let kv = KvBytes::new(config, options.block_size, options.kv_dtype)?;
         let context = config.context.0;
         let request = KvRequest {
             memory: options.kv_memory,
             block_size: options.block_size,
-            block_bytes: layout.block_stride() as u64,
+            block_bytes: kv.block,
             max_num_seqs: options.max_num_seqs,
             max_model_len: options.max_model_len.map_or(context, |limit| limit.min(context)),
             auto_percent: KvRequest::auto_percent_of(options.device),
@@ -171,7 +172,7 @@ impl Sum {
             max_model_len: request.max_model_len,
             weight_bytes,
             overhead_bytes,
-            token_bytes: (layout.layers() * 2 * config.kv_dim() * layout.element().bytes()) as u64,
+            token_bytes: kv.token,
             block_bytes: request.block_bytes,
             block_size: options.block_size,
             blocks: blocks(&request, weight_bytes + overhead_bytes, free.as_ref().ok().copied()),
@@ -241,14 +242,28 @@ fn gpu_overhead(_: &ModelConfig, _: &DecoderForms, _: &Options, _: u32) -> Resul
     Ok(3 << 30)
 }
 
-/// How a block is laid out. A GPU's blocks have the same sizes as the host's with elements of as many bytes.
-fn layout(config: &ModelConfig, block_size: u32, kv_dtype: KvDtype) -> Result<KvLayout, LoadError> {
-    let element = match kv_dtype {
-        KvDtype::F16 | KvDtype::Bf16 => KvElement::F16,
-        KvDtype::F32 => KvElement::F32,
-    };
-    KvLayout::new(config.layers, config.kv_heads, config.head_dim, block_size as usize, element)
-        .map_err(|problem| LoadError::Shape { item: "key-value cache", problem })
+/// Bytes of keys and values, all layers.
+struct KvBytes {
+    token: u64,
+    block: u64,
+}
+
+impl KvBytes {
+    /// A GPU's blocks have the same sizes as the host's with elements of as many bytes; in fp8, each token's row of a head has its scale beside it.
+    fn new(config: &ModelConfig, block_size: u32, kv_dtype: KvDtype) -> Result<Self, LoadError> {
+        let d = config.head_dim;
+        let (element, row) = match kv_dtype {
+            KvDtype::F16 => (KvElement::F16, d * KvElement::F16.bytes()),
+            KvDtype::F32 => (KvElement::F32, d * KvElement::F32.bytes()),
+            KvDtype::Bf16 => (KvElement::F16, DeviceKvElement::Half.row_bytes(d)),
+            KvDtype::Fp8 => (KvElement::F16, DeviceKvElement::E4m3.row_bytes(d)),
+        };
+        // What the host refuses no GPU takes.
+        KvLayout::new(config.layers, config.kv_heads, d, block_size as usize, element)
+            .map_err(|problem| LoadError::Shape { item: "key-value cache", problem })?;
+        let token = (config.layers * 2 * config.kv_heads * row) as u64;
+        Ok(Self { token, block: token * u64::from(block_size) })
+    }
 }
 
 /// Bytes that a worker on `device` could take now.

@@ -17,7 +17,8 @@ namespace pagedd {
 constexpr int kUnitRows = 16;
 
 /// K and V of one layer, read through block tables.
-/// Token t of a sequence lies in block `table[t >> log2_block]`; within a layer of a block: [kv, kv_head, token, head_dim], 2-byte elements.
+/// Token t of a sequence lies in block `table[t >> log2_block]`; within a layer of a block: [kv, kv_head, token, head_dim], elements of 2 bytes; or of one,
+/// with [kv, kv_head, token] scales of 4 bytes behind them all.
 struct PagedKv {
     const uint8_t* layer;    // arena base + layer * layer_stride; 16-byte aligned
     int64_t block_stride;    // bytes from one block to the next; a multiple of 16

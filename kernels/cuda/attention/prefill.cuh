@@ -4,15 +4,15 @@
 // through one ring of shared memory. Each warp owns its rows for good, so that warps meet only where the ring advances. A row's bits depend on its
 // own queries, keys and values only: not on the batch, and not on how a prompt was cut into chunks.
 #pragma once
-#include "params.h"
-#include "tensor.cuh"
+#include "raw_tiles.cuh"
 
 namespace pagedd {
 
-/// `kRowTiles`: tiles of 16 rows of a warp; each K and V fragment that it loads serves all of them. `kKeys`: tokens of a step. `kSlots`: ring
-/// slots of one K or V tile each.
-template <int kDim_, int kWarps_, int kRowTiles_, int kKeys_, int kSlots_>
+/// `S`: how K and V are kept. `kRowTiles`: tiles of 16 rows of a warp; each K and V fragment that it loads serves all of them. `kKeys`: tokens of a step.
+/// `kSlots`: ring slots of one K or V tile each.
+template <typename S, int kDim_, int kWarps_, int kRowTiles_, int kKeys_, int kSlots_>
 struct PrefillShape {
+    using Element = S;
     static constexpr int kDim = kDim_;
     static constexpr int kWarps = kWarps_;
     static constexpr int kRowTiles = kRowTiles_;
@@ -25,7 +25,10 @@ struct PrefillShape {
     static constexpr int kQueryBytes = kRows * Layout::kRowBytes;
     static constexpr int kPieceBytes = kPieceTokens * Layout::kRowBytes;
     static constexpr int kSlotBytes = kKeys / kPieceTokens * kPieceBytes;
-    static constexpr int kSharedBytes = kQueryBytes + kSlots * kSlotBytes;
+    static constexpr int kRawSlots = Stored<S>::kScaled ? 2 : 0;
+    static constexpr int kRawBytes = raw_tile_bytes<kDim, kKeys>();
+    static constexpr int kSharedBytes = kQueryBytes + kSlots * kSlotBytes + kRawSlots * kRawBytes;
+    static_assert(!Stored<S>::kScaled || kSlots == 2, "a tile is widened while the one before it is computed on");
     static_assert(kSlots >= 2 && kKeys % kPieceTokens == 0, "a slot is computed on while another is filled");
 };
 
@@ -68,11 +71,12 @@ class TileStream {
 
   public:
     __device__ __forceinline__ TileStream(const PagedKv& kv, int sequence, const Tile& tile, uint32_t ring)
-        : kv_(kv), table_(kv.tables + static_cast<int64_t>(sequence) * kv.table_stride), keys_(tile.keys), ring_(ring), token_(tile.first()) {
-        head_ = kv.layer + (static_cast<int64_t>(tile.kv_head) << kv.log2_block) * (Shape::kDim * 2);
-        values_ = (static_cast<int64_t>(kv.kv_heads) << kv.log2_block) * (Shape::kDim * 2);
+        : kv_(kv), table_(kv.tables + static_cast<int64_t>(sequence) * kv.table_stride), head_(kv, tile.kv_head), keys_(tile.keys), ring_(ring), token_(tile.first()) {
         blocks_ = next_blocks_ = load_blocks(token_);
     }
+
+    /// Waits for this thread's copies of the tile that is computed on next.
+    __device__ __forceinline__ void wait() const { wait_copies<Shape::kSlots - 2>(); }
 
     /// Starts the copies of the next K or V tile into the next slot. Past the last tile the copy group is empty, so that groups can be counted.
     __device__ __forceinline__ void issue() {
@@ -82,14 +86,14 @@ class TileStream {
                 blocks_ = next_blocks_;
                 next_blocks_ = load_blocks(token_ + Shape::kKeys);
             }
-            const uint8_t* from = values_next_ ? head_ + values_ : head_;
+            const uint8_t* from = values_next_ ? head_.keys + head_.values : head_.keys;
             const int mask = (1 << kv_.log2_block) - 1;
 #pragma unroll
             for (int piece = 0; piece < Shape::kKeys / kPieceTokens; ++piece) {
                 const int at = piece * kPieceTokens;
                 const int block = __shfl_sync(kFullWarp, blocks_, at >> kv_.log2_block);
                 copy_piece<Layout, Shape::kThreads>(ring_ + slot_ * Shape::kSlotBytes + piece * Shape::kPieceBytes,
-                                                         from + block * kv_.block_stride + ((token_ + at) & mask) * (Shape::kDim * 2),
+                                                         from + block * kv_.block_stride + ((token_ + at) & mask) * head_.kRowBytes,
                                                          keys_ - token_ - at, threadIdx.x);
             }
             token_ += values_next_ ? Shape::kKeys : 0;
@@ -108,8 +112,7 @@ class TileStream {
 
     const PagedKv& kv_;
     const int32_t* table_;
-    const uint8_t* head_;
-    int64_t values_;  // bytes from a head's keys to its values
+    const KvHead<typename Shape::Element, Shape::kDim> head_;
     int keys_;
     uint32_t ring_;
     int token_;
@@ -117,6 +120,48 @@ class TileStream {
     int slot_ = 0;
     int blocks_;
     int next_blocks_;
+};
+
+/// The same where tiles are widened on their way: one comes in raw while the one before it is widened.
+template <typename T, class Shape, class Tile>
+class WidenedStream {
+    using Layout = typename Shape::Layout;
+
+  public:
+    /// Commits what the thread copied before.
+    __device__ __forceinline__ WidenedStream(const PagedKv& kv, int sequence, const Tile& tile, uint32_t ring)
+        : raw_(kv, sequence, tile, ring + Shape::kSlots * Shape::kSlotBytes), ring_(ring), left_(raw_.count()) {
+        raw_.start();
+    }
+
+    __device__ __forceinline__ void wait() const {}
+
+    /// Widens the next tile into the next slot.
+    __device__ __forceinline__ void issue() {
+        raw_.start();
+        wait_copies<1>();
+        if (left_ > 0) {
+            --left_;
+            raw_.template finish<T, Layout>(ring_ + slot_ * Shape::kSlotBytes);
+            slot_ = slot_ + 1 == Shape::kSlots ? 0 : slot_ + 1;
+        }
+    }
+
+  private:
+    RawTiles<Shape, Tile> raw_;
+    uint32_t ring_;
+    int left_;
+    int slot_ = 0;
+};
+
+template <typename T, class Shape, class Tile, bool kScaled = Stored<typename Shape::Element>::kScaled>
+struct StreamOf {
+    using Type = TileStream<Shape, Tile>;
+};
+
+template <typename T, class Shape, class Tile>
+struct StreamOf<T, Shape, Tile, true> {
+    using Type = WidenedStream<T, Shape, Tile>;
 };
 
 /// One warp's rows: their running softmax and sums.
@@ -284,8 +329,8 @@ __device__ __forceinline__ void attend_tile(const Params& params, const Tile& ti
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const uint32_t ring = shared_address(shared) + Shape::kQueryBytes;
-    TileStream<Shape, Tile> stream(params.kv, sequence, tile, ring);
     load_queries<T, Shape>(params.queries, tile, shared_address(shared));
+    typename StreamOf<T, Shape, Tile>::Type stream(params.kv, sequence, tile, ring);
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots - 1; ++slot) {
         stream.issue();  // the first group holds the queries too
@@ -311,7 +356,7 @@ __device__ __forceinline__ void attend_tile(const Params& params, const Tile& ti
         float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
 
         // The barrier says both that this slot is filled and that every warp is done with the one before, which is filled anew.
-        wait_copies<Shape::kSlots - 2>();
+        stream.wait();
         __syncthreads();
         stream.issue();
         if (sees) {
@@ -326,7 +371,7 @@ __device__ __forceinline__ void attend_tile(const Params& params, const Tile& ti
         }
         slot = slot + 1 == Shape::kSlots ? 0 : slot + 1;
 
-        wait_copies<Shape::kSlots - 2>();
+        stream.wait();
         __syncthreads();
         stream.issue();
         if (sees) {

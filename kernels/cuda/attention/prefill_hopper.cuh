@@ -24,8 +24,10 @@ struct OperandLayout {
     static __device__ __forceinline__ uint32_t down(uint32_t address, int rows) { return (address ^ ((rows & 7) * 16)) + rows * 128; }
 };
 
-template <int kDim_, int kGroups_, int kKeys_, int kStages_, int kCtas_>
+/// `S`: how K and V are kept.
+template <typename S, int kDim_, int kGroups_, int kKeys_, int kStages_, int kCtas_>
 struct HopperShape {
+    using Element = S;
     static constexpr int kDim = kDim_;
     static constexpr int kGroups = kGroups_;  // warpgroups that compute
     static constexpr int kKeys = kKeys_;      // tokens of a K or V tile
@@ -33,7 +35,7 @@ struct HopperShape {
     static constexpr int kCtas = kCtas_;      // an SM
     /// The groups' products follow one another, so that one's softmax falls into the others' products.
     static constexpr bool kTurns = kGroups > 1;
-    static constexpr int kProducerRegisters = 40;
+    static constexpr int kProducerRegisters = Stored<S>::kScaled ? 56 : 40;
     static constexpr int kRegisters = (65536 / 128 / kCtas - kProducerRegisters) / kGroups / 8 * 8;
     static constexpr int kRows = kGroups * 64;
     static constexpr int kThreads = (kGroups + 1) * 128;
@@ -43,7 +45,13 @@ struct HopperShape {
     static constexpr int kQueryBytes = kGroups * QueryLayout::kBytes;
     static constexpr int kSlotBytes = Layout::kBytes;
     static constexpr int kPieceBytes = kPieceTokens * 128;  // from a piece of 16 tokens to the next, in each block of columns
-    static constexpr int kSharedBytes = kQueryBytes + kSlots * kSlotBytes + 2 * kSlots * 8;
+    /// Of tiles that come in raw: as many as there is room for, up to four.
+    static constexpr int kRawBytes = raw_tile_bytes<kDim, kKeys>();
+    static constexpr int kBarrierBytes = 2 * kSlots * 8;
+    static constexpr int kRawRoom = (232448 / kCtas - 1024 * (kCtas - 1) - kQueryBytes - kSlots * kSlotBytes - kBarrierBytes) / kRawBytes;
+    static constexpr int kRawSlots = !Stored<S>::kScaled ? 0 : kRawRoom < 4 ? kRawRoom : 4;
+    static constexpr int kSharedBytes = kQueryBytes + kSlots * kSlotBytes + kBarrierBytes + kRawSlots * kRawBytes;
+    static_assert(!Stored<S>::kScaled || kRawSlots >= 2, "a tile comes in while the one before it is widened");
     static_assert(kDim % 64 == 0, "columns come in blocks of 64");
     static_assert(kStages >= 2, "a tile is handed over once the next is started, for which V of the tile before must not be waited for");
 };
@@ -65,8 +73,7 @@ __device__ __forceinline__ void fill_ring(const PagedKv& kv, int sequence, const
     const int thread = threadIdx.x % 128;
     const int lane = threadIdx.x % 32;
     const int32_t* table = kv.tables + static_cast<int64_t>(sequence) * kv.table_stride;
-    const uint8_t* head = kv.layer + (static_cast<int64_t>(tile.kv_head) << kv.log2_block) * (Shape::kDim * 2);
-    const int64_t values = (static_cast<int64_t>(kv.kv_heads) << kv.log2_block) * (Shape::kDim * 2);
+    const KvHead<typename Shape::Element, Shape::kDim> head(kv, tile.kv_head);
     const int mask = (1 << kv.log2_block) - 1;
     const auto load_blocks = [&](int token) {
         const int at = token + (lane << kv.log2_block);
@@ -83,13 +90,13 @@ __device__ __forceinline__ void fill_ring(const PagedKv& kv, int sequence, const
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
             barrier_wait(ring.empty(slot), parity);
-            const uint8_t* from = side == 0 ? head : head + values;
+            const uint8_t* from = side == 0 ? head.keys : head.keys + head.values;
 #pragma unroll
             for (int piece = 0; piece < Shape::kKeys / kPieceTokens; ++piece) {
                 const int at = piece * kPieceTokens;
                 const int block = __shfl_sync(kFullWarp, blocks, at >> kv.log2_block);
                 copy_piece<typename Shape::Layout, 128>(ring.tile(slot) + piece * Shape::kPieceBytes,
-                                                        from + block * kv.block_stride + ((token + at) & mask) * (Shape::kDim * 2),
+                                                        from + block * kv.block_stride + ((token + at) & mask) * head.kRowBytes,
                                                         tile.keys - token - at, thread);
             }
             commit_copies();
@@ -107,6 +114,30 @@ __device__ __forceinline__ void fill_ring(const PagedKv& kv, int sequence, const
     wait_copies<0>();
     fence_for_matrix_units();
     barrier_arrive(ring.filled(last_slot));
+}
+
+/// The same where tiles are widened on their way.
+template <typename T, class Shape, class Tile>
+__device__ __forceinline__ void fill_ring_widened(const PagedKv& kv, int sequence, const Tile& tile, const Ring<Shape>& ring) {
+    RawTiles<Shape, Tile> raw(kv, sequence, tile, ring.barriers + Shape::kBarrierBytes);
+    const int count = raw.count();
+#pragma unroll
+    for (int i = 0; i < Shape::kRawSlots - 1; ++i) {
+        raw.start();
+    }
+    int slot = 0;
+    int parity = 1;  // as above
+    for (int i = 0; i < count; ++i) {
+        raw.start();
+        wait_copies<Shape::kRawSlots - 1>();
+        barrier_wait(ring.empty(slot), parity);
+        raw.template finish<T, typename Shape::Layout>(ring.tile(slot));
+        fence_for_matrix_units();
+        barrier_arrive(ring.filled(slot));
+        slot = slot + 1 == Shape::kSlots ? 0 : slot + 1;
+        parity ^= slot == 0 ? 1 : 0;
+    }
+    wait_copies<0>();
 }
 
 /// A computing warpgroup's 64 rows as one thread sees them: rows g and g + 8 of its warp's 16.
@@ -324,7 +355,11 @@ __device__ __forceinline__ void attend_tile_hopper(const Params& params, const T
     __syncthreads();
     if (threadIdx.x >= Shape::kGroups * 128) {
         give_registers<Shape::kProducerRegisters>();
-        fill_ring<Shape>(params.kv, sequence, tile, ring);
+        if constexpr (Stored<typename Shape::Element>::kScaled) {
+            fill_ring_widened<T, Shape>(params.kv, sequence, tile, ring);
+        } else {
+            fill_ring<Shape>(params.kv, sequence, tile, ring);
+        }
     } else {
         take_registers<Shape::kRegisters>();
         const int group = threadIdx.x / 128;

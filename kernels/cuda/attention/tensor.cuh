@@ -36,7 +36,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 // ---- cp.async ----
 
-/// Copies 16 bytes from global to shared memory past L1; `bytes` = 0 writes zeros and reads nothing.
+/// Copies 16 bytes from global to shared memory past L1. Only `bytes` of them are read, none with 0; the others become zeros.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -59,12 +59,40 @@ class CopyOnce {
     uint64_t policy_;
 };
 
+/// Copies 4 bytes from global to shared memory; `bytes` = 0 writes zeros and reads nothing.
+__device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, int bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /// Waits until at most `kPending` of this thread's copy groups are in flight. Other threads' copies need a barrier after it.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+/// Two neighbouring numbers in shared memory.
+__device__ __forceinline__ float2 load_two(uint32_t address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float load_one(uint32_t address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ uint4 load_chunk(uint32_t address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ void store_chunk(uint32_t address, const uint4& x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 // ---- matrix fragments ----
@@ -187,12 +215,12 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], int firs
 
 // ---- tiles in shared memory ----
 
-/// Rows of `kDim` 2-byte elements in shared memory, laid out so that eight rows at one column lie in eight different groups of banks
+/// Rows of `kDim` 2-byte units in shared memory, laid out so that eight rows at one column lie in eight different groups of banks
 /// (what ldmatrix reads at once). Where the row is a multiple of 128 bytes its 16-byte chunks are permuted by the row number; else the row is
-/// padded to an odd number of chunks. Tiles must begin at a multiple of 1,024 bytes for the former.
+/// padded to an odd number of chunks. Tiles must begin at a multiple of the row's bytes for the former.
 template <int kDim>
 struct TileLayout {
-    static_assert(kDim % 16 == 0, "the matrix instruction takes 16 elements of depth");
+    static_assert(kDim % 8 == 0, "rows are chunks of 16 bytes");
     static constexpr int kChunks = kDim / 8;
     static constexpr bool kPermuted = kChunks % 8 == 0;
     static constexpr int kRowBytes = kPermuted ? kDim * 2 : (kChunks | 1) * 16;

@@ -32,7 +32,7 @@ using pagedd::Bf16;
 
 template <int kDim, int kWarps, int kStages, int kCtas>
 __global__ void __launch_bounds__(kWarps * 32, kCtas) decode_variant(const __grid_constant__ pagedd::DecodeParams params) {
-    pagedd::decode_attention<Bf16, kDim, kWarps, kStages>(params);
+    pagedd::decode_attention<Bf16, Bf16, kDim, kWarps, kStages>(params);
 }
 
 template <class Shape, int kCtas>
@@ -57,7 +57,7 @@ bool has_hopper() {
 
 template <int kDim, int kWarps, int kStages>
 Kernel decode(const char* name, const void* kernel, const void* combine, Dtype dtype) {
-    using Shape = pagedd::DecodeShape<kDim, kWarps, kStages>;
+    using Shape = pagedd::DecodeShape<Bf16, kDim, kWarps, kStages>;
     return Kernel{name, kernel, dtype, kDim, Shape::kThreads, Shape::kSharedBytes, pagedd::kUnitRows, combine};
 }
 
@@ -77,7 +77,7 @@ const void* address(void (*kernel)(pagedd::PrefillParams)) { return reinterpret_
     decode<dim, warps, stages>("decode_" #name "_d" #dim, address(pagedd_attention_decode_##name##_d##dim),             \
                                address(pagedd_attention_combine_##name##_d##dim), dtype)
 #define PREFILL(name, dtype, dim, warps, row_tiles, keys, slots)                                                         \
-    prefill<pagedd::PrefillShape<dim, warps, row_tiles, keys, slots>>("prefill_" #name "_d" #dim,                        \
+    prefill<pagedd::PrefillShape<Bf16, dim, warps, row_tiles, keys, slots>>("prefill_" #name "_d" #dim,                        \
                                                                       address(pagedd_attention_prefill_##name##_d##dim), dtype)
 
 const std::vector<Kernel>& decode_kernels() {
@@ -101,7 +101,7 @@ const std::vector<Kernel>& prefill_kernels() {
 }
 
 #define PREFILL_SM90(name, dtype, dim, rows, keys, stages, ctas)                                                            \
-    prefill<pagedd::HopperShape<dim, rows / 64, keys, stages, ctas>>("prefill_sm90_" #name "_d" #dim "_r" #rows,            \
+    prefill<pagedd::HopperShape<Bf16, dim, rows / 64, keys, stages, ctas>>("prefill_sm90_" #name "_d" #dim "_r" #rows,            \
                                                                      address(pagedd_attention_prefill_sm90_##name##_d##dim##_r##rows), dtype)
 
 const std::vector<Kernel>& prefill_hopper_kernels() {
@@ -117,9 +117,9 @@ const std::vector<Kernel>& prefill_hopper_kernels() {
 }
 
 #define SHARED(name, dtype, dim, warps, row_tiles, keys, slots) \
-    prefill<pagedd::PrefillShape<dim, warps, row_tiles, keys, slots>>("shared_" #name "_d" #dim, address(pagedd_attention_shared_##name##_d##dim), dtype)
+    prefill<pagedd::PrefillShape<Bf16, dim, warps, row_tiles, keys, slots>>("shared_" #name "_d" #dim, address(pagedd_attention_shared_##name##_d##dim), dtype)
 #define SHARED_SM90(name, dtype, dim, keys, stages) \
-    prefill<pagedd::HopperShape<dim, 2, keys, stages, 1>>("shared_sm90_" #name "_d" #dim, address(pagedd_attention_shared_sm90_##name##_d##dim), dtype)
+    prefill<pagedd::HopperShape<Bf16, dim, 2, keys, stages, 1>>("shared_sm90_" #name "_d" #dim, address(pagedd_attention_shared_sm90_##name##_d##dim), dtype)
 
 const std::vector<Kernel>& shared_kernels() {
     static const std::vector<Kernel> kernels = {
@@ -144,9 +144,9 @@ const std::vector<Kernel>& shared_hopper_kernels() {
     decode<128, warps, stages>("w" #warps " s" #stages " c" #ctas, address(decode_variant<128, warps, stages, ctas>), \
                                address(pagedd_attention_combine_bf16_d128), Dtype::kBf16)
 #define PREFILL_VARIANT(warps, row_tiles, keys, slots, ctas)                    \
-    prefill<pagedd::PrefillShape<128, warps, row_tiles, keys, slots>>(          \
+    prefill<pagedd::PrefillShape<Bf16, 128, warps, row_tiles, keys, slots>>(          \
         "w" #warps " r" #row_tiles " k" #keys " s" #slots " c" #ctas,           \
-        address(prefill_variant<pagedd::PrefillShape<128, warps, row_tiles, keys, slots>, ctas>), Dtype::kBf16)
+        address(prefill_variant<pagedd::PrefillShape<Bf16, 128, warps, row_tiles, keys, slots>, ctas>), Dtype::kBf16)
 
 const std::vector<Kernel>& decode_variants() {
     static const std::vector<Kernel> kernels = {DECODE_VARIANT(4, 2, 3), DECODE_VARIANT(4, 3, 2)};
@@ -159,9 +159,9 @@ const std::vector<Kernel>& prefill_variants() {
 }
 
 #define HOPPER_VARIANT(groups, keys, stages, ctas)                                \
-    prefill<pagedd::HopperShape<128, groups, keys, stages, ctas>>(                \
+    prefill<pagedd::HopperShape<Bf16, 128, groups, keys, stages, ctas>>(                \
         "sm90 g" #groups " k" #keys " s" #stages " c" #ctas,                      \
-        address(prefill_hopper_variant<pagedd::HopperShape<128, groups, keys, stages, ctas>>), Dtype::kBf16)
+        address(prefill_hopper_variant<pagedd::HopperShape<Bf16, 128, groups, keys, stages, ctas>>), Dtype::kBf16)
 
 const std::vector<Kernel>& prefill_hopper_variants() {
     static const std::vector<Kernel> kernels = {HOPPER_VARIANT(2, 128, 2, 1), HOPPER_VARIANT(1, 64, 2, 2)};

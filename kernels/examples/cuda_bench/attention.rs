@@ -6,7 +6,7 @@ use pagedd_kernels::cuda::{
     Attention, Buffer, CudaError, DecodeCut, DecodeLimits, DecodePlan, DeviceBatch, DeviceKvLayout, Graph,
     PinnedRing, PrefillPlan, Stream, decode, fill_normal, prefill,
 };
-use pagedd_kernels::{AttentionShape, KvRow};
+use pagedd_kernels::{AttentionShape, DeviceKvElement, KvRow};
 
 use super::time;
 
@@ -27,7 +27,16 @@ type Alike = (usize, usize);
 const APART: Alike = (1, 0);
 
 pub fn attention(stream: &Stream) -> Result<(), CudaError> {
-    println!("{:<13} {:<36} {:>9} {:>8} {:>8}", "model", "bf16, blocks of 16", "µs", "GB/s", "TFLOP/s");
+    elements(stream, DeviceKvElement::Half)?;
+    elements(stream, DeviceKvElement::E4m3)
+}
+
+fn elements(stream: &Stream, element: DeviceKvElement) -> Result<(), CudaError> {
+    let stored = match element {
+        DeviceKvElement::Half => "bf16, blocks of 16",
+        DeviceKvElement::E4m3 => "KV in e4m3, blocks of 16",
+    };
+    println!("{:<13} {stored:<36} {:>9} {:>8} {:>8}", "model", "µs", "GB/s", "TFLOP/s");
     let mixed: Vec<Sequence> = (0..64).map(|i| (128_usize << (i % 8), 1)).collect();
     let mut uneven = vec![(512, 1); 63];
     uneven.push((65_536, 1));
@@ -46,7 +55,7 @@ pub fn attention(stream: &Stream) -> Result<(), CudaError> {
         (SMOL, "decode 64 x 1024", vec![(1024, 1); 64]),
     ];
     for (heads, name, sequences) in decodes {
-        case(stream, heads, name, &sequences, APART, true)?;
+        case(stream, (heads, element), name, &sequences, APART, true)?;
     }
     let shared: [(&str, Vec<Sequence>, Alike); 3] = [
         ("decode 512 x (2048 shared + 96)", vec![(2144, 1); 512], (512, 128)),
@@ -54,7 +63,7 @@ pub fn attention(stream: &Stream) -> Result<(), CudaError> {
         ("decode 8 x 32 x (512 shared + 128)", vec![(640, 1); 256], (32, 32)),
     ];
     for (name, sequences, alike) in shared {
-        case(stream, LLAMA, name, &sequences, alike, true)?;
+        case(stream, (LLAMA, element), name, &sequences, alike, true)?;
     }
     let prefills: [(Heads, &str, Vec<Sequence>); 6] = [
         (LLAMA, "prefill 1 x 8192", vec![(8192, 8192)]),
@@ -65,14 +74,14 @@ pub fn attention(stream: &Stream) -> Result<(), CudaError> {
         (SMOL, "prefill 1 x 8192", vec![(8192, 8192)]),
     ];
     for (heads, name, sequences) in prefills {
-        case(stream, heads, name, &sequences, APART, false)?;
+        case(stream, (heads, element), name, &sequences, APART, false)?;
     }
     Ok(())
 }
 
 fn case(
     stream: &Stream,
-    (model, kv_heads, group, head_dim): Heads,
+    ((model, kv_heads, group, head_dim), element): (Heads, DeviceKvElement),
     name: &str,
     sequences: &[Sequence],
     (alike, shared): Alike,
@@ -82,12 +91,12 @@ fn case(
     let contexts: usize = sequences.iter().map(|&(context, _)| context).sum();
     // Those of blocks that are read again are not counted.
     let again = (sequences.len() - sequences.len().div_ceil(alike)) * shared * BLOCK;
-    let bytes = (contexts - again) * 2 * kv_heads * head_dim * 2;
+    let bytes = (contexts - again) * 2 * kv_heads * element.row_bytes(head_dim);
     let layers = WORKING_SET.div_ceil(bytes).clamp(2, 64);
     let blocks: Vec<usize> = sequences.iter().map(|&(context, _)| context.div_ceil(BLOCK)).collect();
     let entries = blocks.iter().sum::<usize>();
     let capacity = entries - again / BLOCK;
-    let layout = DeviceKvLayout::blocks_outermost(layers, kv_heads, head_dim, BLOCK)?;
+    let layout = DeviceKvLayout::blocks_outermost(layers, kv_heads, head_dim, BLOCK, element)?;
     let arena = random_bytes(stream, layout.arena_bytes(capacity as u32)?)?;
     // Blocks lie as they do after a while: all over the arena.
     let stride = [7919, 7907, 7901].into_iter().find(|&prime| !capacity.is_multiple_of(prime)).unwrap_or(1);

@@ -15,7 +15,7 @@ use pagedd_kernels::cuda::{
     Tokens, add_rms_norm, copy_blocks, embed, fill_normal, rope_into_kv, silu_mul,
 };
 use pagedd_kernels::sample::{Adjustment, philox4x32_10};
-use pagedd_kernels::{KvRow, Pairing};
+use pagedd_kernels::{DeviceKvElement, KvRow, Pairing};
 
 fn main() -> ExitCode {
     let what = std::env::args().nth(1).unwrap_or_default();
@@ -278,7 +278,7 @@ fn layer(stream: &Stream, model: &Model, rows: usize) -> Result<(), CudaError> {
     let d = if model.hidden == 576 { 64 } else { 128 };
     let heads = model.query / d;
     let kv_heads = (model.qkv / d - heads) / 2;
-    let layout = DeviceKvLayout::blocks_outermost(4, kv_heads, d, 16)?;
+    let layout = DeviceKvLayout::blocks_outermost(4, kv_heads, d, 16, DeviceKvElement::Half)?;
     // Prefill is one row, decode a row per token.
     let capacity = 8192_u32;
     let tables: Vec<Vec<BlockId>> = (0..rows as u32).map(|row| vec![BlockId(row * 31 % capacity)]).collect();
@@ -323,7 +323,8 @@ fn layer(stream: &Stream, model: &Model, rows: usize) -> Result<(), CudaError> {
 
 fn block_copies(stream: &Stream) -> Result<(), CudaError> {
     let mut ring = PinnedRing::new(stream.device(), 4, 1 << 20)?;
-    let (layout, capacity) = (DeviceKvLayout::blocks_outermost(32, 8, 128, 16)?, 2048_u32);
+    let (layout, capacity) =
+        (DeviceKvLayout::blocks_outermost(32, 8, 128, 16, DeviceKvElement::Half)?, 2048_u32);
     let mut arena = Buffer::<u8>::zeroed(stream, layout.arena_bytes(capacity)?)?;
     for count in [1, 16, 256] {
         let list: Vec<_> =

@@ -30,6 +30,7 @@ use super::error::CudaError;
 use super::launch::Half;
 use super::norm::{PACK, dimension};
 use crate::cpu::attention::AttentionShape;
+use crate::e4m3::DeviceKvElement;
 use crate::error::{KvError, length, product};
 
 /// Positions after which decode sets a result aside, to be merged, where cuts are fixed.
@@ -59,13 +60,15 @@ pub struct Attention<'a, T: Half> {
     pub out: ViewMut<'a, T>,
 }
 
-/// Query heads, KV heads and size of heads that a plan is for.
+/// Query heads, KV heads, and size and elements of heads that a plan is for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct PlanShape {
     kv_heads: usize,
     /// Query heads of a KV head.
     group: usize,
     head_dim: usize,
+    /// Of keys and values.
+    element: DeviceKvElement,
 }
 
 impl PlanShape {
@@ -73,7 +76,7 @@ impl PlanShape {
     /// Shapes that kernels do not work with.
     fn of(layout: &DeviceKvLayout, heads: usize) -> Result<Self, CudaError> {
         layout.check()?;
-        let DeviceKvLayout { kv_heads, head_dim, block_size, .. } = *layout;
+        let DeviceKvLayout { kv_heads, head_dim, block_size, element, .. } = *layout;
         if kernels::size_index(head_dim).is_none() {
             return Err(dimension("head dimension of attention", "64, 80, 96, 128 or 256", head_dim));
         }
@@ -83,7 +86,7 @@ impl PlanShape {
         if heads == 0 || !heads.is_multiple_of(kv_heads) || heads / kv_heads > MAX_GROUP {
             return Err(dimension("query heads", "1 to 16 times the KV heads", heads));
         }
-        Ok(Self { kv_heads, group: heads / kv_heads, head_dim })
+        Ok(Self { kv_heads, group: heads / kv_heads, head_dim, element })
     }
 }
 

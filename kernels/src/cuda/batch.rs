@@ -10,10 +10,12 @@ use super::norm::{PACK, dimension};
 use super::pinned::PinnedRing;
 use super::stream::Stream;
 use crate::cpu::kv::KvRow;
+use crate::e4m3::DeviceKvElement;
 use crate::error::{KvError, ShapeError, product};
 
-/// Shape of a KV arena on a device, of 16-bit elements. An element's address is `block * block_stride + layer * layer_stride`, and within
-/// a layer of a block `[key or value][kv head][token][head_dim]`. Both strides are free.
+/// Shape of a KV arena on a device. A layer of a block begins at `block * block_stride + layer * layer_stride`; both strides are free. Its elements are
+/// `[key or value][kv head][token][head_dim]`, and where they have scales those follow them all, `[key or value][kv head][token]`: the tokens of a head
+/// are one run of bytes, and every 16 tokens of it begin at a multiple of 16 bytes, their elements and their scales.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct DeviceKvLayout {
     /// Layers.
@@ -24,6 +26,8 @@ pub struct DeviceKvLayout {
     pub head_dim: usize,
     /// Tokens of a block: a power of two.
     pub block_size: usize,
+    /// How an element is kept.
+    pub element: DeviceKvElement,
     /// Bytes from one block to the next.
     pub block_stride: usize,
     /// Bytes from one layer to the next.
@@ -40,10 +44,11 @@ impl DeviceKvLayout {
         kv_heads: usize,
         head_dim: usize,
         block_size: usize,
+        element: DeviceKvElement,
     ) -> Result<Self, ShapeError> {
-        let layer_stride = layer_bytes(kv_heads, head_dim, block_size)?;
+        let layer_stride = layer_bytes(kv_heads, head_dim, block_size, element)?;
         let block_stride = product("KV block", &[layers, layer_stride])?;
-        Ok(Self { layers, kv_heads, head_dim, block_size, block_stride, layer_stride })
+        Ok(Self { layers, kv_heads, head_dim, block_size, element, block_stride, layer_stride })
     }
 
     /// All blocks of a layer side by side, then the next layer.
@@ -55,11 +60,12 @@ impl DeviceKvLayout {
         kv_heads: usize,
         head_dim: usize,
         block_size: usize,
+        element: DeviceKvElement,
         blocks: u32,
     ) -> Result<Self, ShapeError> {
-        let block_stride = layer_bytes(kv_heads, head_dim, block_size)?;
+        let block_stride = layer_bytes(kv_heads, head_dim, block_size, element)?;
         let layer_stride = product("KV layer", &[blocks as usize, block_stride])?;
-        Ok(Self { layers, kv_heads, head_dim, block_size, block_stride, layer_stride })
+        Ok(Self { layers, kv_heads, head_dim, block_size, element, block_stride, layer_stride })
     }
 
     /// Bytes from the arena's start to the end of what `blocks` blocks reach.
@@ -73,7 +79,7 @@ impl DeviceKvLayout {
         let overflow = ShapeError::Overflow { what: "KV arena" };
         let last_block = product("KV arena", &[blocks as usize - 1, self.block_stride])?;
         let last_layer = product("KV arena", &[self.layers - 1, self.layer_stride])?;
-        let one = layer_bytes(self.kv_heads, self.head_dim, self.block_size)?;
+        let one = layer_bytes(self.kv_heads, self.head_dim, self.block_size, self.element)?;
         let end = last_block.checked_add(last_layer).and_then(|start| start.checked_add(one));
         end.ok_or(overflow)
     }
@@ -94,7 +100,7 @@ impl DeviceKvLayout {
                 return Err(dimension("KV stride", "a multiple of 16", stride));
             }
         }
-        let one = layer_bytes(self.kv_heads, self.head_dim, self.block_size)?;
+        let one = layer_bytes(self.kv_heads, self.head_dim, self.block_size, self.element)?;
         if self.block_stride < one || (self.layers > 1 && self.layer_stride < one) {
             return Err(dimension("KV stride", "at least a layer of a block", self.block_stride));
         }
@@ -103,13 +109,39 @@ impl DeviceKvLayout {
 
     /// Offset of (block, layer, key or value, head, token), in bytes.
     pub(super) fn offset(&self, block: u32, layer: usize, part: usize, head: usize, token: usize) -> usize {
-        let row = ((part * self.kv_heads + head) * self.block_size + token) * self.head_dim;
-        block as usize * self.block_stride + layer * self.layer_stride + row * 2
+        let row = (part * self.kv_heads + head) * self.block_size + token;
+        let layer = block as usize * self.block_stride + layer * self.layer_stride;
+        layer + row * self.head_dim * self.element.bytes()
+    }
+
+    /// Offset of the scale of (block, layer, key or value, head, token), in bytes.
+    pub(super) fn scale_offset(
+        &self,
+        block: u32,
+        layer: usize,
+        part: usize,
+        head: usize,
+        token: usize,
+    ) -> usize {
+        let row = (part * self.kv_heads + head) * self.block_size + token;
+        self.offset(block, layer, 0, 0, 0) + self.scales() + row * self.element.scale_bytes()
+    }
+
+    /// Bytes from a layer to the scales of its rows, which are in the order of the elements.
+    pub(super) fn scales(&self) -> usize {
+        2 * self.kv_heads * self.block_size * self.head_dim * self.element.bytes()
     }
 }
 
-fn layer_bytes(kv_heads: usize, head_dim: usize, block_size: usize) -> Result<usize, ShapeError> {
-    product("KV layer", &[2, kv_heads, block_size, head_dim, 2])
+fn layer_bytes(
+    kv_heads: usize,
+    head_dim: usize,
+    block_size: usize,
+    element: DeviceKvElement,
+) -> Result<usize, ShapeError> {
+    let elements = product("KV layer", &[2, kv_heads, block_size, head_dim, element.bytes()])?;
+    let scales = product("KV layer", &[2, kv_heads, block_size, element.scale_bytes()])?;
+    elements.checked_add(scales).ok_or(ShapeError::Overflow { what: "KV layer" })
 }
 
 /// Row numbers on the device.

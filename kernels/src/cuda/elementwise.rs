@@ -13,6 +13,8 @@ use super::sample::Drawn;
 use super::stream::Stream;
 use crate::error::{KvError, length, product};
 
+/// Bytes that a thread copies at once.
+const PACK_BYTES: usize = 16;
 /// Threads of a pass over elements.
 const THREADS: usize = 256;
 
@@ -270,6 +272,8 @@ struct CopyArgs {
     runs: u32,
     run_packs: u32,
     token_packs: u32,
+    scales: u32,
+    run_scales: u32,
     unused: u32,
 }
 // SAFETY: the fields of CopyArgs in elementwise.cu; the last is its padding.
@@ -289,7 +293,8 @@ pub fn copy_blocks(
     if copies.len == 0 {
         return Ok(());
     }
-    let token_packs = layout.head_dim / PACK;
+    let token_packs = layout.head_dim * layout.element.bytes() / PACK_BYTES;
+    let scaled = layout.element.scale_bytes() > 0;
     let runs = 2 * layout.kv_heads;
     let params = CopyArgs {
         copies: copies.buffer.all().address(),
@@ -299,6 +304,8 @@ pub fn copy_blocks(
         runs: runs as u32,
         run_packs: (layout.block_size * token_packs) as u32,
         token_packs: token_packs as u32,
+        scales: if scaled { layout.scales() as u32 } else { 0 },
+        run_scales: layout.block_size as u32,
         unused: 0,
     };
     if copies.len > usize::from(u16::MAX) {
@@ -325,6 +332,8 @@ pub fn read_nowhere(stream: &Stream) -> Result<(), CudaError> {
         runs: 1,
         run_packs: 0,
         token_packs: 0,
+        scales: 0,
+        run_scales: 0,
         unused: 0,
     };
     let grid = Grid { blocks: (1, 1), threads: 1, shared: 0 };

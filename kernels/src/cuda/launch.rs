@@ -88,6 +88,7 @@ pub(super) struct Kernels {
     pub(super) add_rms_norm: [CudaFunction; 2],
     pub(super) rope_angles: CudaFunction,
     pub(super) rope_into_kv: [CudaFunction; 2],
+    pub(super) rope_into_kv_e4m3: [CudaFunction; 2],
     pub(super) silu_mul: [CudaFunction; 2],
     pub(super) embed: [CudaFunction; 2],
     pub(super) copy_blocks: CudaFunction,
@@ -128,6 +129,10 @@ impl Kernels {
             add_rms_norm: [norm.load_function("add_rms_norm_bf16")?, norm.load_function("add_rms_norm_f16")?],
             rope_angles: rope.load_function("rope_angles")?,
             rope_into_kv: [rope.load_function("rope_into_kv_bf16")?, rope.load_function("rope_into_kv_f16")?],
+            rope_into_kv_e4m3: [
+                rope.load_function("rope_into_kv_e4m3_bf16")?,
+                rope.load_function("rope_into_kv_e4m3_f16")?,
+            ],
             silu_mul: [
                 elementwise.load_function("silu_mul_bf16")?,
                 elementwise.load_function("silu_mul_f16")?,

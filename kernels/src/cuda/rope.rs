@@ -9,6 +9,7 @@ use super::norm::{PACK, blocks, dimension, warps};
 use super::small_rows::MOST_ROWS;
 use super::stream::Stream;
 use crate::cpu::ops::Pairing;
+use crate::e4m3::DeviceKvElement;
 use crate::error::{KvError, length, product};
 
 /// Cosines and sines for the tokens of a batch: computed once per step, used by every layer.
@@ -131,7 +132,7 @@ struct RopeArgs {
 unsafe impl Params for RopeArgs {}
 
 /// Adds the bias, turns queries (in place) and keys, and writes keys and values into one layer of the arena, in one pass. Computed in
-/// single precision, rounded once.
+/// single precision, rounded once: to `T`, or as [`quantize_e4m3`](crate::quantize_e4m3) does.
 ///
 /// # Errors
 /// The shapes do not fit (nothing was launched), or the device failed.
@@ -181,7 +182,11 @@ pub fn rope_into_kv<T: Half>(stream: &Stream, args: RopeIntoKv<'_, T>) -> Result
     };
     let units = all_heads * (d / (2 * PACK));
     let grid = Grid { blocks: (blocks("tokens", tokens)?, 1), threads: warps(units.min(512)), shared: 0 };
-    let kernel = &stream.device().kernels().rope_into_kv[T::INDEX];
+    let kernels = stream.device().kernels();
+    let kernel = match layout.element {
+        DeviceKvElement::Half => &kernels.rope_into_kv[T::INDEX],
+        DeviceKvElement::E4m3 => &kernels.rope_into_kv_e4m3[T::INDEX],
+    };
     if tokens <= MOST_ROWS {
         // Between products of few rows, which start early as well.
         // SAFETY: as below; the kernel waits for the one before it first of all.

@@ -99,6 +99,15 @@ fn on_a_gpu_matrices_have_two_bytes_an_element_and_vectors_four() {
 }
 
 #[test]
+fn in_fp8_a_token_has_a_byte_an_element_and_a_scale_for_each_row_of_a_head() {
+    let (_dir, options) = tiny(&TinyModel::default());
+    let cuda = Options { device: Device::Cuda { ordinal: 0 }, kv_dtype: KvDtype::Fp8, ..options };
+    let sum = Sum::new(&cuda, Ok(1 << 40)).unwrap();
+    let token = TOKEN_ELEMENTS + 4 * TOKEN_ELEMENTS / 16;
+    assert_eq!((sum.token_bytes, sum.block_bytes, sum.blocks), (token, 32 * token, Ok(32)));
+}
+
+#[test]
 fn a_share_of_what_is_free_is_of_what_weights_scratch_and_other_models_leave() {
     let (_dir, options) = tiny(&TinyModel::default());
     let cuda = Options {
@@ -140,6 +149,10 @@ fn what_pagedctl_writes_is_read() {
     let expected = [KvMemory::Auto, KvMemory::Bytes(4096), KvMemory::Tokens(5000), KvMemory::Percent(12.5)];
     assert_eq!(amounts, expected);
     assert_eq!(["cpu", "cuda:7"].map(device), [Ok(Device::Cpu), Ok(Device::Cuda { ordinal: 7 })]);
+    let types =
+        [("f16", KvDtype::F16), ("f32", KvDtype::F32), ("bf16", KvDtype::Bf16), ("fp8", KvDtype::Fp8)];
+    assert!(types.iter().all(|&(text, expected)| kv_dtype(text) == Ok(expected)));
+    assert!(["", "auto", "e4m3", "fp8_e4m3"].iter().all(|text| kv_dtype(text).is_err()));
     assert!(["", "B", "12", "-1B", "tokens", "x%"].iter().all(|text| kv_memory(text).is_err()));
     assert!(["gpu", "cuda", "cuda:", "cuda:x"].iter().all(|text| device(text).is_err()));
 }

@@ -23,6 +23,10 @@ fn gpu() -> Hello {
     }
 }
 
+fn gpu_fp8() -> Hello {
+    Hello { kv_dtype: KvDtype::Fp8, ..gpu() }
+}
+
 #[test]
 fn the_gpu_path_stays_close_to_the_f32_path() {
     for block_size in [16, 64, 256] {
@@ -35,10 +39,33 @@ fn the_gpu_path_stays_close_to_the_f32_path() {
 }
 
 #[test]
+fn with_keys_and_values_in_fp8_the_gpu_path_stays_near_the_f32_path() {
+    for block_size in [16, 64, 256] {
+        let Distance { steps, agreement, pooled, worst } =
+            distance(&mut load(&Hello { block_size, ..gpu_fp8() }), 20);
+        assert!(steps >= 2000, "{steps} steps");
+        assert!(agreement >= 0.97, "argmax agreement {agreement}");
+        assert!(pooled <= 0.06, "mean |Δ top-5 logprob| {pooled}, worst {worst:?}");
+    }
+}
+
+#[test]
+fn in_fp8_the_same_memory_holds_nearly_twice_the_blocks() {
+    let blocks = |kv_dtype| {
+        let runner = load(&Hello { kv_dtype, kv_memory: KvMemory::Bytes(256 << 20), ..gpu() });
+        (runner.info().blocks, runner.info().block_bytes)
+    };
+    let [(bf16, bf16_bytes), (fp8, fp8_bytes)] = [KvDtype::Bf16, KvDtype::Fp8].map(blocks);
+    // Heads of 64: of a row 128 bytes, or 64 and a scale.
+    assert_eq!(bf16_bytes * 68, fp8_bytes * 128);
+    assert_eq!((u64::from(bf16), u64::from(fp8)), ((256 << 20) / bf16_bytes, (256 << 20) / fp8_bytes));
+}
+
+#[test]
 fn every_plan_run_twice_on_a_gpu_gives_equal_outputs() {
-    for seed in 1..=4 {
-        let (mut once, mut twice) = (load(&gpu()), load(&gpu()));
-        let (_, drawn) = history_with(&mut load(&gpu()), seed, BTreeMap::new());
+    for (seed, hello) in [(1, gpu()), (2, gpu()), (3, gpu()), (4, gpu()), (1, gpu_fp8()), (2, gpu_fp8())] {
+        let (mut once, mut twice) = (load(&hello), load(&hello));
+        let (_, drawn) = history_with(&mut load(&hello), seed, BTreeMap::new());
         // What is drawn behind guesses may differ in the last bits from what is not: some of these are wrong, as guesses are.
         let futures =
             drawn.iter().map(|(seq, drawn)| (*seq, drawn.iter().map(|s| s.token).collect())).collect();
@@ -53,7 +80,12 @@ fn every_plan_run_twice_on_a_gpu_gives_equal_outputs() {
 
 #[test]
 fn a_worker_of_a_gpu_takes_over_arenas_and_goes_on_with_the_same_bits() {
-    let mut undisturbed = load(&gpu());
+    takes_over(&gpu());
+    takes_over(&gpu_fp8());
+}
+
+fn takes_over(hello: &Hello) {
+    let mut undisturbed = load(hello);
     let mut driver = Driver::new(&undisturbed);
     for (id, (_, prompt)) in prompts().iter().enumerate().take(12) {
         driver.seqs.push(Seq::new(id as u64, prompt, 24));
@@ -61,7 +93,7 @@ fn a_worker_of_a_gpu_takes_over_arenas_and_goes_on_with_the_same_bits() {
     let mut other = driver.clone();
     driver.finish(&mut undisturbed);
 
-    let mut runner = load(&gpu());
+    let mut runner = load(hello);
     for turn in 0.. {
         let Some(plan) = other.plan() else { break };
         if turn == 9 {
@@ -74,7 +106,7 @@ fn a_worker_of_a_gpu_takes_over_arenas_and_goes_on_with_the_same_bits() {
                 kv_fd: true,
                 weights_bytes: weights.bytes,
                 kv_bytes: kv.bytes,
-                ..gpu()
+                ..hello.clone()
             };
             let fds = Fds { weights: Some(weights.fd), kv: Some(kv.fd) };
             runner = ModelRunner::load(&hello, fds, &mut |_| true).unwrap();
@@ -118,6 +150,7 @@ fn an_arena_of_another_model_size_or_kind_on_a_gpu_is_in_the_way_of_the_next_unt
     assert!(take_over(&|hello| hello.block_size = 32, false).starts_with(kv));
     assert!(take_over(&|hello| hello.kv_memory = KvMemory::Tokens(4096), false).starts_with(kv));
     assert!(take_over(&|hello| hello.deterministic = true, false).starts_with(kv));
+    assert!(take_over(&|hello| hello.kv_dtype = KvDtype::Fp8, false).starts_with(kv));
     assert!(take_over(&|hello| hello.kv_bytes += 4 << 20, false).starts_with(kv));
     let weights = "the weights arena of an earlier worker is in the way";
     assert!(take_over(&|_| {}, true).starts_with(weights));
@@ -218,7 +251,8 @@ fn what_a_gpu_does_not_keep_is_refused_with_the_key_named() {
         error.to_string()
     };
     assert!(refused(&Hello { dtype: Dtype::F32, ..gpu() }).starts_with("dtype: f32"));
-    assert!(refused(&Hello { kv_dtype: KvDtype::F16, ..gpu() }).starts_with("kv_dtype: f16"));
+    let other = refused(&Hello { kv_dtype: KvDtype::F16, ..gpu() });
+    assert_eq!(other, "kv_dtype: f16 or f32: a GPU keeps bf16 or fp8");
     assert!(refused(&Hello { device: Device::Cuda { ordinal: 63 }, ..gpu() }).contains("no GPU 63"));
     let huge = Hello { kv_memory: KvMemory::Bytes(1 << 42), ..gpu() };
     let error = ModelRunner::load(&huge, Fds::default(), &mut |_| true).unwrap_err();
@@ -227,8 +261,9 @@ fn what_a_gpu_does_not_keep_is_refused_with_the_key_named() {
 
 #[test]
 fn a_deterministic_gpu_draws_the_same_bits_alone_in_chunks_among_others_and_after_preemption() {
-    let hello = Hello { deterministic: true, ..gpu() };
-    for (number, want) in [(4, 40), (1, 24), (20, 33)] {
+    let cases = [(4, 40, gpu()), (1, 24, gpu()), (20, 33, gpu()), (4, 40, gpu_fp8()), (20, 33, gpu_fp8())];
+    for (number, want, hello) in cases {
+        let hello = Hello { deterministic: true, ..hello };
         let prompt = prompts()[number].1.clone();
         let sampling =
             SamplingParams { temperature: 0.7, seed: 3, logprobs: Some(5), ..SamplingParams::GREEDY };
@@ -242,4 +277,7 @@ fn a_deterministic_gpu_draws_the_same_bits_alone_in_chunks_among_others_and_afte
 fn a_deterministic_gpu_stays_as_close_to_the_f32_path() {
     let Distance { agreement, pooled, .. } = distance(&mut load(&Hello { deterministic: true, ..gpu() }), 20);
     assert!(agreement >= 0.985 && pooled <= 0.03, "{agreement} {pooled}");
+    let hello = Hello { deterministic: true, ..gpu_fp8() };
+    let Distance { agreement, pooled, .. } = distance(&mut load(&hello), 20);
+    assert!(agreement >= 0.97 && pooled <= 0.06, "fp8: {agreement} {pooled}");
 }

@@ -144,7 +144,7 @@ impl DecodePlan {
         if queries == 0 || queries > 1 << 12 {
             return Err(dimension("queries of a decode row", "in [1, 4096]", queries));
         }
-        let kernels = &stream.device().kernels().attention;
+        let kernels = stream.device().kernels().attention.of(shape.element);
         let (decode, of_groups) = size_index(shape.head_dim)
             .and_then(|index| Some((kernels.decode.get(index)?, kernels.shared.get(index)?)))
             .ok_or(CudaError::Plan)?;
@@ -341,10 +341,14 @@ pub fn decode<T: Half>(
         max_units: plan.units.all().len() as u32,
         rows_per_unit: plan.rows_per_unit() as u32,
     };
-    let kernels = &stream.device().kernels().attention;
-    let (kernel, of_groups) = size_index(plan.shape.head_dim)
-        .and_then(|index| Some((kernels.decode.get(index)?, kernels.shared.get(index)?)))
+    let attention = &stream.device().kernels().attention;
+    let kernels = attention.of(plan.shape.element);
+    let (kernel, of_groups, combining) = size_index(plan.shape.head_dim)
+        .and_then(|index| {
+            Some((kernels.decode.get(index)?, kernels.shared.get(index)?, attention.combine.get(index)?))
+        })
         .ok_or(CudaError::Plan)?;
+    let (decoding, combining) = (kernel.functions.get::<T>()?, combining.get::<T>()?);
     if let Some(shared) = plan.shared() {
         let partial = [params.partial_out, params.partial_sums];
         // SAFETY: the groups are of rows of this batch, as it is now (`shared_of`, and the stamp of the plan that was made of them); they
@@ -355,10 +359,10 @@ pub fn decode<T: Half>(
     // SAFETY: the plan's units are of rows of this batch, as it is now (the stamp), whose tokens, tables and blocks `params` proved to be inside
     // queries, outputs, tables and arena. Partial results go to at most `slots` slots, each with all KV heads and `rows_per_unit`
     // rows, which the buffers have. `out` and the plan are borrowed mutably.
-    unsafe { launch(stream, &kernel.decode[T::INDEX], "decode attention", grid, params) }?;
+    unsafe { launch(stream, decoding, "decode attention", grid, params) }?;
     // SAFETY: as above, for a block of each tile and KV head. Before it waits for decode it reads tiles only, which were there when decode began:
     // decode was launched to start after all before it.
-    unsafe { launch_early(stream, &kernel.combine[T::INDEX], "combining attention", combine, params) }
+    unsafe { launch_early(stream, combining, "combining attention", combine, params) }
 }
 
 /// Of decode, a block for each lane and KV head; of combining, one for each tile and KV head, and where they are few, for rows of a tile.

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::kernels::{PrefillKernel, choose, size_index};
+use super::kernels::{TileKernel, choose, size_index};
 use super::{Attention, MAX_COUNT, PagedKv, PlanShape, Queries, check_batch};
 use crate::cuda::batch::{BatchRow, DeviceBatch, DeviceKvLayout};
 use crate::cuda::buffer::Buffer;
@@ -118,8 +118,8 @@ impl PrefillPlan {
     }
 }
 
-fn kernels(stream: &Stream, shape: PlanShape) -> &[PrefillKernel] {
-    let kernels = &stream.device().kernels().attention.prefill;
+fn kernels(stream: &Stream, shape: PlanShape) -> &[TileKernel] {
+    let kernels = &stream.device().kernels().attention.of(shape.element).prefill;
     // A plan's size of heads is one of those that there are kernels for.
     size_index(shape.head_dim).map_or(&[], |index| &kernels[index])
 }
@@ -165,5 +165,5 @@ pub fn prefill<T: Half>(
     let grid = Grid { blocks: (count, 1), threads: kernel.threads, shared: kernel.shared };
     // SAFETY: a block for each unit and KV head. The units are of rows of this batch, as it is now (the stamp), cut for this kernel's tile; tokens,
     // tables and blocks of those rows are inside queries, outputs, tables and arena, as `params` proved. `out` is borrowed mutably.
-    unsafe { launch(stream, &kernel.functions[T::INDEX], "prefill attention", grid, params) }
+    unsafe { launch(stream, kernel.functions.get::<T>()?, "prefill attention", grid, params) }
 }

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::groups::{Cut, Groups, Shareable};
-use super::kernels::SharedKernel;
+use super::kernels::TileKernel;
 use super::{PagedKv, PlanShape, Queries};
 use crate::cuda::batch::{DeviceBatch, DeviceKvLayout};
 use crate::cuda::buffer::Buffer;
@@ -85,7 +85,7 @@ impl SharedWork {
         stream: &Stream,
         layout: &DeviceKvLayout,
         shape: PlanShape,
-        (units_at_once, shared): (usize, &SharedKernel),
+        (units_at_once, shared): (usize, &TileKernel),
         (rows, slots): (usize, usize),
     ) -> Result<Self, CudaError> {
         // Units begin at a multiple of 16 bytes.
@@ -190,7 +190,7 @@ impl SharedWork {
     pub(super) unsafe fn launch<T: Half>(
         &self,
         stream: &Stream,
-        kernel: &SharedKernel,
+        kernel: &TileKernel,
         (kv, queries): (PagedKv, Queries),
         partial: [u64; 2],
         rows_per_unit: usize,
@@ -212,7 +212,7 @@ impl SharedWork {
         let blocks = (product("tiles of groups", &[tiles, self.cut.kv_heads])? as u32, 1);
         let grid = Grid { blocks, threads: kernel.threads, shared: kernel.shared };
         // SAFETY: by this function's contract; blocks past the last tile end at once.
-        unsafe { launch(stream, &kernel.functions[T::INDEX], "attention to shared blocks", grid, params) }
+        unsafe { launch(stream, kernel.functions.get::<T>()?, "attention to shared blocks", grid, params) }
     }
 }
 

@@ -5,10 +5,12 @@ use crate::cuda::batch::BatchRow;
 
 #[test]
 fn heads_that_no_kernel_is_for_are_refused() {
-    let layout = |head_dim, block_size| DeviceKvLayout::blocks_outermost(2, 4, head_dim, block_size).unwrap();
+    let layout = |head_dim, block_size| {
+        DeviceKvLayout::blocks_outermost(2, 4, head_dim, block_size, DeviceKvElement::E4m3).unwrap()
+    };
     for head_dim in [64, 80, 96, 128, 256] {
         for (heads, group) in [(4, 1), (12, 3), (64, 16)] {
-            let expected = PlanShape { kv_heads: 4, group, head_dim };
+            let expected = PlanShape { kv_heads: 4, group, head_dim, element: DeviceKvElement::E4m3 };
             assert_eq!(PlanShape::of(&layout(head_dim, 16), heads), Ok(expected));
         }
     }

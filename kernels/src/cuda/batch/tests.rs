@@ -3,7 +3,7 @@ use pagedd_core::BlockId;
 use super::*;
 
 fn layout() -> DeviceKvLayout {
-    DeviceKvLayout::blocks_outermost(3, 2, 64, 16).unwrap()
+    DeviceKvLayout::blocks_outermost(3, 2, 64, 16, DeviceKvElement::Half).unwrap()
 }
 
 fn lay_out(rows: &[KvRow<'_>], tokens: usize) -> Result<HostBatch, CudaError> {
@@ -63,29 +63,45 @@ fn rows_that_leave_their_table_or_the_arena_are_refused_with_numbers() {
 #[test]
 fn both_stride_sets_reach_the_same_elements_and_no_further_than_their_arena() {
     let (layers, heads, d, size, blocks) = (3, 2, 64, 16, 5_u32);
-    let layouts = [
-        DeviceKvLayout::blocks_outermost(layers, heads, d, size).unwrap(),
-        DeviceKvLayout::layers_outermost(layers, heads, d, size, blocks).unwrap(),
-    ];
-    for layout in layouts {
-        layout.check().unwrap();
-        let bytes = layout.arena_bytes(blocks).unwrap();
-        assert_eq!(bytes, layers * heads * d * size * blocks as usize * 4);
-        let last = layout.offset(blocks - 1, layers - 1, 1, heads - 1, size - 1);
-        assert_eq!(last + 2 * d, bytes, "{layout:?}");
-        let mut starts: Vec<usize> = (0..blocks)
-            .flat_map(|block| (0..layers).map(move |layer| layout.offset(block, layer, 0, 0, 0)))
-            .collect();
-        starts.sort_unstable();
-        starts.dedup();
-        assert_eq!(starts.len(), layers * blocks as usize);
+    for element in [DeviceKvElement::Half, DeviceKvElement::E4m3] {
+        let layouts = [
+            DeviceKvLayout::blocks_outermost(layers, heads, d, size, element).unwrap(),
+            DeviceKvLayout::layers_outermost(layers, heads, d, size, element, blocks).unwrap(),
+        ];
+        for layout in layouts {
+            layout.check().unwrap();
+            let bytes = layout.arena_bytes(blocks).unwrap();
+            assert_eq!(bytes, 2 * layers * heads * size * blocks as usize * element.row_bytes(d));
+            let last = layout.offset(blocks - 1, layers - 1, 1, heads - 1, size - 1);
+            let scales = 2 * heads * size * element.scale_bytes();
+            assert_eq!(last + d * element.bytes() + scales, bytes, "{layout:?}");
+            assert_eq!(layout.scales() + scales, layout.layer_stride.min(layout.block_stride));
+            let mut starts: Vec<usize> = (0..blocks)
+                .flat_map(|block| (0..layers).map(move |layer| layout.offset(block, layer, 0, 0, 0)))
+                .collect();
+            starts.sort_unstable();
+            starts.dedup();
+            assert_eq!(starts.len(), layers * blocks as usize);
+        }
+    }
+}
+
+#[test]
+fn every_sixteen_tokens_of_a_head_begin_where_copies_of_sixteen_bytes_and_rows_do() {
+    for (heads, d, size) in [(1, 64, 16), (3, 80, 16), (2, 96, 32), (8, 128, 16), (1, 256, 512)] {
+        let layout = DeviceKvLayout::blocks_outermost(3, heads, d, size, DeviceKvElement::E4m3).unwrap();
+        assert!(layout.scales().is_multiple_of(64) && layout.layer_stride.is_multiple_of(64), "{layout:?}");
+        for token in (0..size).step_by(16) {
+            assert!(layout.offset(2, 1, 1, heads - 1, token).is_multiple_of(16), "{layout:?}");
+        }
     }
 }
 
 #[test]
 fn layouts_that_kernels_do_not_work_with_are_refused() {
     for (head_dim, block_size) in [(72, 16), (0, 16), (528, 16), (64, 24), (64, 0)] {
-        let layout = DeviceKvLayout::blocks_outermost(1, 1, head_dim, block_size).unwrap();
+        let layout =
+            DeviceKvLayout::blocks_outermost(1, 1, head_dim, block_size, DeviceKvElement::Half).unwrap();
         assert!(layout.check().is_err(), "{layout:?}");
     }
     let tight = DeviceKvLayout { block_stride: 2048, ..layout() };

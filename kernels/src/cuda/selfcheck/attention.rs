@@ -3,6 +3,7 @@
 use std::cell::{Cell, OnceCell};
 use std::ops::Range;
 
+use half::bf16;
 use pagedd_core::BlockId;
 
 use super::{Bench, Extent, Found, halves, word};
@@ -12,12 +13,15 @@ use crate::cuda::{
     Attention, Buffer, CudaError, DecodeCut, DecodeLimits, DecodePlan, DeviceBatch, DeviceKvLayout, Graph,
     Half, PrefillPlan, Sharing, decode, prefill,
 };
+use crate::e4m3::{DeviceKvElement, e4m3_value, quantize_e4m3};
 
 /// Layers of an arena, and the one attended to. The others hold NaNs.
 const LAYERS: usize = 3;
 const LAYER: usize = 1;
-/// Bits of an element that no kernel wrote, and of every slot that holds no token: a NaN.
+/// Bits of an element that no kernel wrote: a NaN. Each byte of a slot that holds no token is half of it, and an e4m3's NaN.
 const UNTOUCHED: u16 = 0xffff;
+/// A position whose keys and values are zeros.
+const ZEROS: usize = 5;
 /// Tokens and rows of padding.
 const PADDING: (usize, usize) = (3, 2);
 
@@ -34,9 +38,20 @@ struct Shape {
     head_dim: usize,
     block_size: usize,
     by_layer: bool,
+    element: DeviceKvElement,
 }
 
+/// With keys and values as they are multiplied, and as e4m3 where there are kernels for it.
 pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
+    check_element::<T>(bench, extent, DeviceKvElement::Half)?;
+    if T::NAME == bf16::NAME { check_element::<T>(bench, extent, DeviceKvElement::E4m3) } else { Ok(()) }
+}
+
+fn check_element<T: Half>(
+    bench: &mut Bench,
+    extent: Extent,
+    element: DeviceKvElement,
+) -> Result<(), CudaError> {
     // The first row of a decode batch is a prompt's, which decode must leave alone.
     let singles: &[Sequence] = &[
         (9, 9),
@@ -55,8 +70,14 @@ pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), Cu
     let prompts: &[Sequence] = &[(1, 1), (17, 17), (64, 64), (300, 300), (333, 70), (129, 1)];
     let chunks: &[Sequence] = &[(65, 65), (700, 33), (1025, 2)];
     for head_dim in [64, 80, 96, 128, 256] {
-        let shape =
-            |kv_heads, group, block_size, by_layer| Shape { kv_heads, group, head_dim, block_size, by_layer };
+        let shape = |kv_heads, group, block_size, by_layer| Shape {
+            kv_heads,
+            group,
+            head_dim,
+            block_size,
+            by_layer,
+            element,
+        };
         if extent == Extent::Minimal {
             let problem =
                 Problem::<T>::new(bench, shape(1, 3, 16, false), &[(9, 9), (280, 1), (19, 6), (64, 1)])?;
@@ -128,13 +149,14 @@ struct Problem<T: Half> {
     capacity: u32,
     sequences: Vec<Sequence>,
     tables: Vec<Vec<BlockId>>,
-    arena: Vec<u16>,
+    arena: Vec<u8>,
     on_device: Buffer<u8>,
     /// Per sequence, `[queries][heads][head_dim]`.
     queries: Vec<Vec<T>>,
     /// What the last plan that cuts evenly found.
     found: Cell<Sharing>,
-    answers: OnceCell<Vec<Vec<f64>>>,
+    /// Of keys and values as they are, and rounded to `T`.
+    answers: [OnceCell<Vec<Vec<f64>>>; 2],
 }
 
 /// Queries of a sequence: the row of a batch.
@@ -142,6 +164,15 @@ struct Problem<T: Half> {
 struct Part {
     sequence: usize,
     queries: Range<usize>,
+}
+
+/// Which keys and values a kernel rounds to `T` before it multiplies them, where they are e4m3.
+#[derive(Clone, Copy, PartialEq)]
+enum Rounded {
+    None,
+    /// Those of the tokens that some groups have in common.
+    Some,
+    All,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -182,7 +213,7 @@ impl<T: Half> Problem<T> {
         sequences: &[Sequence],
         beginnings: &[(usize, usize)],
     ) -> Result<Self, CudaError> {
-        let Shape { kv_heads, group, head_dim: d, block_size, by_layer } = shape;
+        let Shape { kv_heads, group, head_dim: d, block_size, by_layer, element } = shape;
         let blocks: Vec<usize> = sequences.iter().map(|&(context, _)| context.div_ceil(block_size)).collect();
         // One block is nobody's, and at the end of every table.
         let capacity = blocks.iter().sum::<usize>() as u32 + 1;
@@ -201,11 +232,12 @@ impl<T: Half> Problem<T> {
             }
         }
         let layout = if by_layer {
-            DeviceKvLayout::layers_outermost(LAYERS, kv_heads, d, block_size, capacity)?
+            DeviceKvLayout::layers_outermost(LAYERS, kv_heads, d, block_size, element, capacity)?
         } else {
-            DeviceKvLayout::blocks_outermost(LAYERS, kv_heads, d, block_size)?
+            DeviceKvLayout::blocks_outermost(LAYERS, kv_heads, d, block_size, element)?
         };
-        let mut arena = vec![UNTOUCHED; layout.arena_bytes(capacity)? / 2];
+        let mut arena = vec![UNTOUCHED as u8; layout.arena_bytes(capacity)?];
+        let zeros = vec![T::from_f64(0.0); d];
         for (index, &(context, _)) in sequences.iter().enumerate() {
             // What it begins with is there.
             let first = if index > 0 { beginnings[index].1 * block_size } else { 0 };
@@ -214,13 +246,10 @@ impl<T: Half> Problem<T> {
             for (row, data) in kv.chunks_exact(d).enumerate() {
                 let (head, position) = (row / own, first + row % own);
                 let block = tables[index][position / block_size].0;
-                let at = layout.offset(block, LAYER, head / kv_heads, head % kv_heads, position % block_size);
-                for (to, x) in arena[at / 2..][..d].iter_mut().zip(data) {
-                    *to = x.to_bits();
-                }
+                let place = (block, head / kv_heads, head % kv_heads, position % block_size);
+                write(&mut arena, &layout, place, if position == ZEROS { &zeros } else { data });
             }
         }
-        let bytes: Vec<u8> = arena.iter().flat_map(|bits| bits.to_le_bytes()).collect();
         let queries = |(index, &(_, count)): (usize, &Sequence)| {
             halves(330 + index as u32, count * kv_heads * group * d)
         };
@@ -230,11 +259,11 @@ impl<T: Half> Problem<T> {
             capacity,
             sequences: sequences.to_vec(),
             tables,
+            on_device: bench.copy(&arena)?,
             arena,
-            on_device: bench.copy(&bytes)?,
             queries: sequences.iter().enumerate().map(queries).collect(),
             found: Cell::default(),
-            answers: OnceCell::new(),
+            answers: Default::default(),
         })
     }
 
@@ -355,7 +384,7 @@ impl<T: Half> Problem<T> {
         bench.report("decode", self.name(", found to share"), Found::Different { count, of: 1 });
         if large {
             let out = self.run(bench, Kernel::Tiles, &self.all(), 1)?;
-            self.judge(bench, "decode", self.name(", in tiles"), &out, 1);
+            self.judge(bench, "decode", self.name(", in tiles"), &out, 1, Rounded::Some);
             let count = usize::from(!matches!(self.found.get(), Sharing::Some { tiles: 1.. }));
             bench.report("decode", self.name(", found to fill tiles"), Found::Different { count, of: 1 });
         }
@@ -371,7 +400,11 @@ impl<T: Half> Problem<T> {
 
     fn evenly(&self, bench: &mut Bench) -> Result<(), CudaError> {
         let out = self.run(bench, Kernel::Even, &self.all(), 1)?;
-        self.judge(bench, "decode", self.name(", together"), &out, 1);
+        let rounded = match self.found.get() {
+            Sharing::Some { tiles: 1.. } => Rounded::Some,
+            Sharing::Some { tiles: 0 } | Sharing::None => Rounded::None,
+        };
+        self.judge(bench, "decode", self.name(", together"), &out, 1, rounded);
         let replayed = self.run(bench, Kernel::EvenReplay, &self.all(), 1)?;
         let count = usize::from(replayed != out);
         bench.report("decode", self.name(", together, replayed"), Found::Different { count, of: 1 });
@@ -380,7 +413,7 @@ impl<T: Half> Problem<T> {
 
     fn decodes(&self, bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
         let out = self.run(bench, Kernel::Decode, &self.all(), 1)?;
-        self.judge(bench, "decode", self.name(""), &out, 1);
+        self.judge(bench, "decode", self.name(""), &out, 1, Rounded::None);
         let replayed = self.run(bench, Kernel::Replay, &self.all(), 1)?;
         let count = usize::from(replayed != out);
         bench.report("decode", self.name(", replayed"), Found::Different { count, of: 1 });
@@ -392,7 +425,7 @@ impl<T: Half> Problem<T> {
 
     fn prefills(&self, bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
         let out = self.run(bench, Kernel::Prefill(None), &self.all(), 0)?;
-        self.judge(bench, "prefill", self.name(""), &out, 0);
+        self.judge(bench, "prefill", self.name(""), &out, 0, Rounded::All);
         if extent == Extent::Full {
             self.alone(bench, Kernel::Prefill(None), "prefill", self.name(", alone and cut"), &out, 0)?;
         }
@@ -406,19 +439,32 @@ impl<T: Half> Problem<T> {
     }
 
     fn name(&self, what: &str) -> String {
-        let Shape { kv_heads, group, head_dim, block_size, .. } = self.shape;
+        let Shape { kv_heads, group, head_dim, block_size, element, .. } = self.shape;
+        let stored = match element {
+            DeviceKvElement::Half => "",
+            DeviceKvElement::E4m3 => " on e4m3",
+        };
         let (longest, queries) =
             self.sequences.iter().fold((0, 0), |(c, q), &(context, count)| (c.max(context), q.max(count)));
         format!(
-            "{} {kv_heads}x{group} of {head_dim}, blocks of {block_size}, {queries} on {longest}{what}",
+            "{}{stored} {kv_heads}x{group} of {head_dim}, blocks of {block_size}, {queries} on {longest}{what}",
             T::NAME
         )
     }
 
     /// The largest error of a head of a token, and how many other elements were written.
-    fn judge(&self, bench: &mut Bench, kernel: &'static str, name: String, out: &[u16], skipped: usize) {
+    fn judge(
+        &self,
+        bench: &mut Bench,
+        kernel: &'static str,
+        name: String,
+        out: &[u16],
+        skipped: usize,
+        rounded: Rounded,
+    ) {
         let d = self.shape.head_dim;
-        // Of the norm of a token's head. Weights and outputs are rounded: 2e-3 of the norm in bf16; twice that where one weight dominates.
+        // Of the norm of a token's head. Weights and outputs are rounded: 2e-3 of the norm in bf16; twice that where one weight dominates. Where keys and
+        // values of some tokens are rounded first, up to twice what it makes if those of all are.
         let allowed = 2.0 * T::ROUNDING;
         let (mut worst, mut stray) = (0.0_f64, 0);
         let mut tokens = out.chunks_exact(self.width());
@@ -429,11 +475,14 @@ impl<T: Half> Problem<T> {
                 continue;
             }
             let got: Vec<f64> = got.flatten().map(|&bits| T::of_bits(bits).to_f64()).collect();
-            let want = &self.answers()[sequence];
-            for (got, want) in got.chunks_exact(d).zip(want.chunks_exact(d)) {
-                let off: f64 = got.iter().zip(want).map(|(g, w)| (g - w) * (g - w)).sum();
-                let norm: f64 = want.iter().map(|w| w * w).sum();
-                worst = super::layers::larger(worst, (off / norm).sqrt() / allowed);
+            let want = &self.answers(rounded == Rounded::All)[sequence];
+            let other = &self.answers(rounded != Rounded::None)[sequence];
+            let heads = want.chunks_exact(d).zip(other.chunks_exact(d));
+            for (got, (want, other)) in got.chunks_exact(d).zip(heads) {
+                let far =
+                    |from: &[f64]| from.iter().zip(want).map(|(x, w)| (x - w) * (x - w)).sum::<f64>().sqrt();
+                let norm = want.iter().map(|w| w * w).sum::<f64>().sqrt();
+                worst = super::layers::larger(worst, far(got) / (allowed * norm + 2.0 * far(other)));
             }
         }
         stray += tokens.flatten().filter(|&&bits| bits != UNTOUCHED).count();
@@ -441,26 +490,30 @@ impl<T: Half> Problem<T> {
         bench.report(kernel, name + ", rest", Found::Different { count: stray, of: out.len() });
     }
 
-    /// Of each sequence.
-    fn answers(&self) -> &[Vec<f64>] {
-        self.answers
-            .get_or_init(|| (0..self.sequences.len()).map(|sequence| self.reference(sequence)).collect())
+    /// Of each sequence, with keys and values that are e4m3 rounded to `T` or as they are.
+    fn answers(&self, rounded: bool) -> &[Vec<f64>] {
+        let rounded = rounded && self.shape.element == DeviceKvElement::E4m3;
+        self.answers[usize::from(rounded)].get_or_init(|| {
+            (0..self.sequences.len()).map(|sequence| self.reference(sequence, rounded)).collect()
+        })
     }
 
     /// `[queries][heads][head_dim]` of a sequence in double precision.
-    fn reference(&self, sequence: usize) -> Vec<f64> {
+    fn reference(&self, sequence: usize, rounded: bool) -> Vec<f64> {
+        let as_multiplied = |x: f64| if rounded { T::from_f64(f64::from(x as f32)).to_f64() } else { x };
         let Shape { kv_heads, group, head_dim: d, block_size, .. } = self.shape;
         let (context, count) = self.sequences[sequence];
         let q: Vec<f64> = self.queries[sequence].iter().map(|x| x.to_f64()).collect();
         let mut out = vec![0.0; count * self.width()];
         for kv_head in 0..kv_heads {
             let [keys, values] = [0, 1].map(|part| -> Vec<f64> {
-                let slot = |position: usize| {
+                let row = |position: usize| {
                     let block = self.tables[sequence][position / block_size].0;
-                    self.layout.offset(block, LAYER, part, kv_head, position % block_size) / 2
+                    read::<T>(&self.arena, &self.layout, (block, part, kv_head, position % block_size))
+                        .into_iter()
+                        .map(as_multiplied)
                 };
-                let bits = (0..context).flat_map(|position| &self.arena[slot(position)..][..d]);
-                bits.map(|&bits| T::of_bits(bits).to_f64()).collect()
+                (0..context).flat_map(row).collect()
             });
             for (query, head) in
                 (0..count).flat_map(|query| (0..group).map(move |h| (query, kv_head * group + h)))
@@ -513,5 +566,43 @@ impl<T: Half> Problem<T> {
         }
         bench.report(label, name, Found::Different { count: different, of });
         Ok(())
+    }
+}
+
+/// Block, key or value, head, token.
+type Slot = (u32, usize, usize, usize);
+
+/// Keeps a head's row as the arena's elements.
+fn write<T: Half>(arena: &mut [u8], layout: &DeviceKvLayout, (block, part, head, token): Slot, row: &[T]) {
+    let at = layout.offset(block, LAYER, part, head, token);
+    match layout.element {
+        DeviceKvElement::Half => {
+            let bytes: Vec<u8> = row.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect();
+            arena[at..at + bytes.len()].copy_from_slice(&bytes);
+        }
+        DeviceKvElement::E4m3 => {
+            let row: Vec<f32> = row.iter().map(|x| x.to_f64() as f32).collect();
+            let (scale, bytes) = quantize_e4m3(&row);
+            arena[at..at + bytes.len()].copy_from_slice(&bytes);
+            let at = layout.scale_offset(block, LAYER, part, head, token);
+            arena[at..at + 4].copy_from_slice(&scale.to_le_bytes());
+        }
+    }
+}
+
+/// The values of a head's row.
+fn read<T: Half>(arena: &[u8], layout: &DeviceKvLayout, (block, part, head, token): Slot) -> Vec<f64> {
+    let at = layout.offset(block, LAYER, part, head, token);
+    let bytes = &arena[at..at + layout.head_dim * layout.element.bytes()];
+    match layout.element {
+        DeviceKvElement::Half => {
+            let (elements, _) = bytes.as_chunks::<2>();
+            elements.iter().map(|&bits| T::of_bits(u16::from_le_bytes(bits)).to_f64()).collect()
+        }
+        DeviceKvElement::E4m3 => {
+            let at = layout.scale_offset(block, LAYER, part, head, token);
+            let scale = arena[at..].first_chunk().map_or(f32::NAN, |&bytes| f32::from_le_bytes(bytes));
+            bytes.iter().map(|&bits| f64::from(e4m3_value(bits)) * f64::from(scale)).collect()
+        }
     }
 }

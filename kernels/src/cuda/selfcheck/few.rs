@@ -10,6 +10,7 @@ use crate::cuda::{
     CudaError, Decoder, DecoderLimits, DecoderMemory, DecoderPlaces, DecoderShape, DecoderStep,
     DeviceKvLayout, GemmOutput, Half, LayerPlaces, Place, SharedBuffer, Stream, TokenSource, fill_normal,
 };
+use crate::e4m3::DeviceKvElement;
 use crate::four_bit::{DecoderForms, Form, LayerForms};
 
 /// Tokens of a row: the step of the third is a recorded one.
@@ -73,7 +74,13 @@ fn decoder<T: Half + GemmOutput>(
     let layer = LayerForms { qkv: form, attn_output: form, gate_up: form, ffn_down: form };
     let forms = DecoderForms { layers: vec![layer; shape.layers], output: form };
     let places = DecoderPlaces::new(shape, &forms)?;
-    let layout = DeviceKvLayout::blocks_outermost(shape.layers, shape.kv_heads, shape.head_dim, 16)?;
+    let layout = DeviceKvLayout::blocks_outermost(
+        shape.layers,
+        shape.kv_heads,
+        shape.head_dim,
+        16,
+        DeviceKvElement::Half,
+    )?;
     let mut weights = SharedBuffer::create(stream.device(), places.bytes)?;
     let mut kv = SharedBuffer::create(stream.device(), layout.arena_bytes(BLOCKS)?)?;
     fill_normal::<T>(stream, 7, 0.04, &mut weights.all_mut().part(0..places.bytes)?.cast()?)?;

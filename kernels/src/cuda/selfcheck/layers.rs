@@ -11,6 +11,7 @@ use crate::cuda::{
     Indices, RopeIntoKv, TokenSource, Tokens, add_rms_norm, copy_blocks, embed, fill_normal, rope_into_kv,
     silu_mul,
 };
+use crate::e4m3::{DeviceKvElement, e4m3_value, quantize_e4m3};
 use crate::sample::philox4x32_10;
 
 pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), CudaError> {
@@ -18,13 +19,16 @@ pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), Cu
         norm::<T>(bench, 5, 576, true, true)?;
         norm::<T>(bench, 2, 8192, true, false)?;
         for pairing in [Pairing::Halves, Pairing::Interleaved] {
-            let case = RopeCase { heads: 2, kv_heads: 1, head_dim: 64, block_size: 16, pairing, seed: 102 };
-            rope::<T>(bench, &case)?;
+            for element in ELEMENTS {
+                let (head_dim, block_size, seed) = (64, 16, 102);
+                let case = RopeCase { heads: 2, kv_heads: 1, head_dim, block_size, pairing, element, seed };
+                rope::<T>(bench, &case)?;
+            }
         }
         silu::<T>(bench, 2, 1536)?;
         embedding::<T>(bench, 576)?;
         uploads(bench, &[300, 1, 64])?;
-        return copies::<T>(bench, false);
+        return ELEMENTS.iter().try_for_each(|&element| copies::<T>(bench, element, false));
     }
     for (rows, hidden) in [(1, 576), (5, 64), (3, 3584), (7, 4096), (2, 8192), (2, 32_768)] {
         norm::<T>(bench, rows, hidden, true, false)?;
@@ -36,7 +40,10 @@ pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), Cu
         for block_size in [16, 64, 512] {
             for pairing in [Pairing::Halves, Pairing::Interleaved] {
                 seed += 1;
-                rope::<T>(bench, &RopeCase { heads, kv_heads, head_dim, block_size, pairing, seed })?;
+                for element in ELEMENTS {
+                    let case = RopeCase { heads, kv_heads, head_dim, block_size, pairing, element, seed };
+                    rope::<T>(bench, &case)?;
+                }
             }
         }
     }
@@ -46,8 +53,10 @@ pub(super) fn check<T: Half>(bench: &mut Bench, extent: Extent) -> Result<(), Cu
     for hidden in [576, 4096] {
         embedding::<T>(bench, hidden)?;
     }
-    copies::<T>(bench, false)?;
-    copies::<T>(bench, true)?;
+    for element in ELEMENTS {
+        copies::<T>(bench, element, false)?;
+        copies::<T>(bench, element, true)?;
+    }
     uploads(bench, &[1, 2, 3, 4, 5, 0, 255, 256, 257, 70_000, 7, 8, 9, 10])?;
     uploads(bench, &[200_000, 100, 262_144, 31])?;
     filling::<T>(bench)
@@ -109,19 +118,22 @@ struct RopeCase {
     head_dim: usize,
     block_size: usize,
     pairing: Pairing,
+    element: DeviceKvElement,
     seed: u32,
 }
+
+const ELEMENTS: [DeviceKvElement; 2] = [DeviceKvElement::Half, DeviceKvElement::E4m3];
 
 /// Every byte of an arena that no kernel wrote.
 const UNTOUCHED: u8 = 0xa5;
 
 fn rope<T: Half>(bench: &mut Bench, case: &RopeCase) -> Result<(), CudaError> {
-    let &RopeCase { heads, kv_heads, head_dim: d, block_size, pairing, seed } = case;
+    let &RopeCase { heads, kv_heads, head_dim: d, block_size, pairing, element, seed } = case;
     let (layers, capacity, layer) = (2, 7, seed as usize % 2);
     let layout = if seed.is_multiple_of(3) {
-        DeviceKvLayout::layers_outermost(layers, kv_heads, d, block_size, capacity)?
+        DeviceKvLayout::layers_outermost(layers, kv_heads, d, block_size, element, capacity)?
     } else {
-        DeviceKvLayout::blocks_outermost(layers, kv_heads, d, block_size)?
+        DeviceKvLayout::blocks_outermost(layers, kv_heads, d, block_size, element)?
     };
     // A prompt over a border of blocks; a token far behind, whose table names one block again and again; then padding.
     let prompt = [BlockId(5), BlockId(1), BlockId(0)];
@@ -140,7 +152,9 @@ fn rope<T: Half>(bench: &mut Bench, case: &RopeCase) -> Result<(), CudaError> {
     let mut angles = DeviceAngles::new(&bench.stream, &frequencies, magnitude, 16)?;
     angles.set(&bench.stream, &batch)?;
     let width = (heads + 2 * kv_heads) * d;
-    let input = halves::<T>(seed, tokens * width);
+    let mut input = halves::<T>(seed, tokens * width);
+    // A token of zeros.
+    input[2 * width..3 * width].fill(T::from_f64(0.0));
     let bias = seed.is_multiple_of(2).then(|| floats(seed + 1000, width));
     let on_device = bias.as_ref().map(|bias| bench.copy(bias)).transpose()?;
     let mut qkv = bench.copy(&input)?;
@@ -191,27 +205,66 @@ fn rope<T: Half>(bench: &mut Bench, case: &RopeCase) -> Result<(), CudaError> {
     }
     let bytes = arena.all().to_vec(&bench.stream)?;
     let mut written = vec![false; bytes.len()];
+    let mut different = 0;
     for token in 0..real {
         let (position, table) = (positions[token], if token < 9 { &prompt[..] } else { &long });
         let block = table[position / block_size].0;
         for head in 0..2 * kv_heads {
-            let at = layout.offset(block, layer, head / kv_heads, head % kv_heads, position % block_size);
-            written[at..at + 2 * d].fill(true);
-            let bits =
-                bytes[at..at + 2 * d].as_chunks::<2>().0.iter().map(|&b| T::of_bits(u16::from_le_bytes(b)));
-            let got: Vec<T> = bits.collect();
-            error = larger(error, worst(&got, T::to_f64, twin(token, position, heads + head).into_iter()));
+            let slot = (block, layer, head / kv_heads, head % kv_heads, position % block_size);
+            let at = layout.offset(slot.0, slot.1, slot.2, slot.3, slot.4);
+            let row = &bytes[at..at + d * element.bytes()];
+            written[at..at + row.len()].fill(true);
+            let want = twin(token, position, heads + head);
+            error = larger(
+                error,
+                match element {
+                    DeviceKvElement::Half => {
+                        let bits = row.as_chunks::<2>().0.iter();
+                        let got: Vec<T> = bits.map(|&b| T::of_bits(u16::from_le_bytes(b))).collect();
+                        worst(&got, T::to_f64, want.into_iter())
+                    }
+                    DeviceKvElement::E4m3 => {
+                        let at = layout.scale_offset(slot.0, slot.1, slot.2, slot.3, slot.4);
+                        written[at..at + 4].fill(true);
+                        let scale = bytes[at..].first_chunk().map_or(f32::NAN, |&b| f32::from_le_bytes(b));
+                        if head >= kv_heads {
+                            let exact = |i: usize| {
+                                let index = (heads + head) * d + i;
+                                let x = input[token * width + index].to_f64() as f32;
+                                x + bias.as_ref().map_or(0.0, |bias| bias[index])
+                            };
+                            let (want, elements) = quantize_e4m3(&(0..d).map(exact).collect::<Vec<f32>>());
+                            let same = want.to_bits() == scale.to_bits() && elements == row;
+                            different += usize::from(!same);
+                        }
+                        e4m3_error(row, scale, &want)
+                    }
+                },
+            );
         }
     }
     let name = format!(
-        "{} {heads}/{kv_heads} heads of {d}, blocks of {block_size}, {pairing:?}, bias {}",
+        "{}{} {heads}/{kv_heads} heads of {d}, blocks of {block_size}, {pairing:?}, bias {}",
         T::NAME,
+        if element == DeviceKvElement::E4m3 { " to e4m3" } else { "" },
         bias.is_some()
     );
     bench.report("rope_into_kv", name.clone(), Found::Error(error));
+    if element == DeviceKvElement::E4m3 {
+        let of = real * kv_heads;
+        bench.report("values' bits", name.clone(), Found::Different { count: different, of });
+    }
     let stray = bytes.iter().zip(&written).filter(|&(&byte, &written)| !written && byte != UNTOUCHED).count();
     bench.report("rest of arena", name, Found::Different { count: stray, of: bytes.len() });
     Ok(())
+}
+
+/// The error of a row in e4m3, whose values and what is allowed of them in single precision are `want`: half a step of an element, and of the smallest.
+fn e4m3_error(row: &[u8], scale: f32, want: &[(f64, f64)]) -> f64 {
+    let largest = want.iter().map(|(w, _)| w.abs()).fold(0.0, f64::max);
+    let got: Vec<f64> = row.iter().map(|&bits| f64::from(e4m3_value(bits)) * f64::from(scale)).collect();
+    let want = want.iter().map(|&(w, _)| (w, 1.001 * (w.abs() / 16.0 + largest / 448.0 / 1024.0) + 1e-5));
+    worst(&got, |x| x, want)
 }
 
 /// The larger error; NaN where one is.
@@ -270,12 +323,12 @@ fn embedding<T: Half>(bench: &mut Bench, hidden: usize) -> Result<(), CudaError>
     Ok(())
 }
 
-fn copies<T: Half>(bench: &mut Bench, by_layer: bool) -> Result<(), CudaError> {
+fn copies<T: Half>(bench: &mut Bench, element: DeviceKvElement, by_layer: bool) -> Result<(), CudaError> {
     let (layers, kv_heads, d, block_size, capacity) = (3, 2, 80, 32, 6);
     let layout = if by_layer {
-        DeviceKvLayout::layers_outermost(layers, kv_heads, d, block_size, capacity)?
+        DeviceKvLayout::layers_outermost(layers, kv_heads, d, block_size, element, capacity)?
     } else {
-        DeviceKvLayout::blocks_outermost(layers, kv_heads, d, block_size)?
+        DeviceKvLayout::blocks_outermost(layers, kv_heads, d, block_size, element)?
     };
     let before: Vec<u8> = (0..layout.arena_bytes(capacity)?).map(|i| (word(9, i) >> 9) as u8).collect();
     let mut arena = bench.copy(&before)?;
@@ -288,9 +341,19 @@ fn copies<T: Half>(bench: &mut Bench, by_layer: bool) -> Result<(), CudaError> {
     for (from, to, tokens) in list {
         for layer in 0..layers {
             for head in 0..2 * kv_heads {
-                let at = |block: BlockId| layout.offset(block.0, layer, head / kv_heads, head % kv_heads, 0);
-                let source = &before[at(from)..at(from) + tokens * d * 2];
-                want[at(to)..at(to) + tokens * d * 2].copy_from_slice(source);
+                let slot = |block: BlockId| (block.0, layer, head / kv_heads, head % kv_heads, 0);
+                let at = |block| {
+                    let slot = slot(block);
+                    layout.offset(slot.0, slot.1, slot.2, slot.3, slot.4)
+                };
+                let source = &before[at(from)..][..tokens * d * element.bytes()];
+                want[at(to)..][..source.len()].copy_from_slice(source);
+                let at = |block| {
+                    let slot = slot(block);
+                    layout.scale_offset(slot.0, slot.1, slot.2, slot.3, slot.4)
+                };
+                let source = &before[at(from)..][..tokens * element.scale_bytes()];
+                want[at(to)..][..source.len()].copy_from_slice(source);
             }
         }
     }
@@ -299,7 +362,7 @@ fn copies<T: Half>(bench: &mut Bench, by_layer: bool) -> Result<(), CudaError> {
     let order = if by_layer { "layers" } else { "blocks" };
     bench.report(
         "copy_blocks",
-        format!("{} {order} outermost", T::NAME),
+        format!("{} {order} outermost, {element:?}", T::NAME),
         Found::Different { count, of: got.len() },
     );
     Ok(())

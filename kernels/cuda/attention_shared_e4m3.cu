@@ -1,0 +1,16 @@
+// Attention of large groups to the tokens that they share, kept in e4m3: entry points `pagedd_attention_shared_e4m3_bf16_d{64,80,96,128,256}`.
+#include "attention/shared.cuh"
+
+// Tiles and shared memory as in attention_prefill_e4m3.cu.
+#define PAGEDD_SHARED_E4M3(dim, warps, row_tiles, keys, shared)                                                                             \
+    static_assert(pagedd::PrefillShape<pagedd::E4m3, dim, warps, row_tiles, keys, 2>::kSharedBytes == shared, "the host's number");        \
+    extern "C" __global__ void __launch_bounds__(warps * 32, 2)                                                                             \
+        pagedd_attention_shared_e4m3_bf16_d##dim(const __grid_constant__ pagedd::SharedParams params) {                                     \
+        pagedd::shared_attention<pagedd::Bf16, pagedd::PrefillShape<pagedd::E4m3, dim, warps, row_tiles, keys, 2>, false>(params);          \
+    }
+
+PAGEDD_SHARED_E4M3(64, 4, 2, 64, 43008)
+PAGEDD_SHARED_E4M3(80, 4, 2, 64, 57856)
+PAGEDD_SHARED_E4M3(96, 4, 2, 64, 68608)
+PAGEDD_SHARED_E4M3(128, 4, 2, 32, 59392)
+PAGEDD_SHARED_E4M3(256, 4, 1, 32, 86016)
