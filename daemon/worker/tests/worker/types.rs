@@ -99,6 +99,15 @@ fn refused(hello: &Hello) -> (String, bool) {
 }
 
 #[test]
+fn keys_and_values_as_only_a_gpu_keeps_them_are_refused_on_the_cpu() {
+    let (_dir, path) = tiny(&TinyModel::default());
+    for kv_dtype in [KvDtype::Bf16, KvDtype::Fp8] {
+        let found = refused(&Hello { kv_dtype, ..hello(&path, Dtype::Auto) });
+        assert_eq!(found, ("kv_dtype: bf16 or fp8: the CPU keeps f16 or f32".to_owned(), false));
+    }
+}
+
+#[test]
 fn settings_that_cannot_be_met_are_refused_with_the_numbers() {
     let (_dir, path) = tiny(&TinyModel::default());
     let base = hello(&path, Dtype::Auto);
