@@ -5,7 +5,7 @@
 // it, and the tiles' numbers. kGroups warpgroups make elements of the numbers in registers, where the matrix units take them from, 64 outputs
 // each, so that one unit becomes elements while the one before is multiplied.
 //
-// A weight is rounded to an element here, from a scale and a minimum that are rounded as well; see widen_unit.
+// A weight is rounded to an element here; see widen_unit.
 #pragma once
 #include <cuda.h>
 
@@ -161,18 +161,24 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
         take_registers<kConsumer>();
         float d[kColumns][4];
         uint32_t elements[2][4][4];
+        const auto take_piece = [&](unsigned unit) {
+            const unsigned stage = unit % kStages;
+            barrier_wait(full + stage * 8, unit / kStages & 1);
+            const uint8_t* pieces = shared + stage * Shape::kStageBytes + Shape::kInputBytes + warp * kFourBitBytes;
+            return FourBitPiece{*reinterpret_cast<const uint4*>(pieces + lane * 16), *reinterpret_cast<const uint4*>(pieces + kFourBitScales + lane / 4 * 16)};
+        };
+        // The numbers of a unit are loaded while the one before becomes elements.
+        FourBitPiece coming = take_piece(0);
         // Multiplies a unit, whose elements come into `next`, for which all but the newest instructions have to be over: the stage of the unit before
         // that one is free.
         const auto multiply_unit = [&](unsigned unit, uint32_t(&next)[4][4]) {
-            const unsigned stage = unit % kStages;
-            barrier_wait(full + stage * 8, unit / kStages & 1);
-            const uint32_t at = ring + stage * Shape::kStageBytes;
-            const uint8_t* pieces = shared + stage * Shape::kStageBytes + Shape::kInputBytes + warp * kFourBitBytes;
-            const FourBitPiece piece = {*reinterpret_cast<const uint4*>(pieces + lane * 16), *reinterpret_cast<const uint4*>(pieces + kFourBitScales + lane / 4 * 16)};
+            const uint32_t at = ring + unit % kStages * Shape::kStageBytes;
             if (unit > 1) {
                 __syncwarp();
                 if (lane == 0) barrier_arrive(empty + (unit - 2) % kStages * 8);
             }
+            const FourBitPiece piece = coming;
+            if (unit + 1 < count) coming = take_piece(unit + 1);
             widen_unit<T>(next, piece);
             products_begin();
 #pragma unroll
