@@ -183,6 +183,8 @@ pub fn few<T: Half>(
     if !norm.is_multiple_of(16) {
         return Err(dimension("norm weight", "at a multiple of 16 bytes", norm as usize));
     }
+    // What adds to the residual stream comes behind attention, or behind such a product and what that let come behind itself. Others fit beside it.
+    let plan = if matches!(ending, Ending::Add(_)) { plan.apart() } else { plan };
     let Some(products) = &device.kernels().four_bit.products else {
         return Err(CudaError::Plan);
     };

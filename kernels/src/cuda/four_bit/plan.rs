@@ -8,6 +8,8 @@ use crate::four_bit::{FOUR_BIT_TILE, FOUR_BIT_UNIT};
 pub(super) const SHARED: usize = 226 << 10;
 /// That of a block that leaves as much to another.
 const SHARED_BY_TWO: usize = 112 << 10;
+/// That of a block that no other of its kernel finds room beside, but one of another kernel with [`SHARED_BY_TWO`] does.
+const SHARED_BY_ONE_OF_A_KIND: usize = 115_968;
 /// Most rows that are few, and of those that are normalised where they are multiplied.
 const MOST_FEW: usize = 8;
 const MOST_NORMED: usize = 2;
@@ -91,6 +93,12 @@ impl FewPlan {
         };
         let shared = Some(shared(form)).filter(|&shared| shared <= SHARED)?;
         Some(Self { form, blocks: blocks as u32, shared: shared as u32 })
+    }
+
+    /// The same with at most one block on each multiprocessor, which leaves room for the next kernel's. Blocks that come while others still lie on some
+    /// multiprocessors are put where there is room for two, and so are the next kernel's where none lie then, and so on to the end of the step.
+    pub(super) fn apart(self) -> Self {
+        Self { shared: self.shared.max(SHARED_BY_ONE_OF_A_KIND as u32), ..self }
     }
 }
 

@@ -36,6 +36,52 @@ fn few_rows_have_a_plan_where_they_fit_into_shared_memory() {
     assert_eq!(of(4096, 9, false), None);
 }
 
+/// Hidden size, queries, queries with keys and values, feed-forward size, vocabulary.
+const MODELS: [[usize; 5]; 3] = [
+    [4096, 4096, 12_288, 11_008, 32_000],
+    [4096, 4096, 6144, 14_336, 128_256],
+    [576, 576, 960, 1536, 49_152],
+];
+
+#[test]
+fn one_and_two_rows_are_few_for_every_matrix_of_a_model_and_normed_where_it_comes_behind_a_norm() {
+    for [hidden, query, qkv, ffn, vocabulary] in MODELS {
+        for (inputs, outputs, normed) in [
+            (hidden, qkv, true),
+            (query, hidden, false),
+            (hidden, 2 * ffn, true),
+            (ffn, hidden, false),
+            (hidden, vocabulary, true),
+            (hidden, vocabulary, false),
+        ] {
+            for rows in [1, 2] {
+                let plan = FewPlan::of(GemmShape { inputs, outputs }, rows, normed, 132);
+                assert!(plan.is_some(), "{inputs} {outputs} {rows} normed {normed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_block_that_is_apart_leaves_room_for_another_kernels_and_none_for_one_of_its_own() {
+    // Of compute capability 9.0: a multiprocessor's, and what a block takes beside what it asks for.
+    let (all, beside) = (228 << 10, 1280);
+    for (inputs, outputs) in [(4096, 4096), (11_008, 4096), (576, 576), (1536, 576), (14_336, 4096)] {
+        for rows in 1..=8 {
+            let Some(plan) = FewPlan::of(GemmShape { inputs, outputs }, rows, false, 132) else { continue };
+            let apart = plan.apart();
+            assert_eq!((apart.form, apart.blocks), (plan.form, plan.blocks));
+            assert!(2 * (apart.shared + beside) > all, "{inputs} {outputs} {rows}: {apart:?}");
+            if plan.form != Few::Alone {
+                assert!(
+                    apart.shared + (112 << 10) + 2 * beside <= all,
+                    "{inputs} {outputs} {rows}: {apart:?}"
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn the_blocks_of_a_cluster_all_have_units_and_all_rows_and_outputs_have_a_block() {
     for (inputs, outputs) in LLAMA.into_iter().chain([(64, 16), (128, 144), (576, 1536)]) {
