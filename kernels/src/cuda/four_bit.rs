@@ -174,7 +174,7 @@ pub fn few<T: Half>(
     let rows = elements / inputs;
     let device = stream.device();
     let plan = FewPlan::of(weights.shape, rows, norm.is_some(), device.info().multiprocessors)
-        .ok_or_else(|| dimension("few rows to multiply", "at most 8", elements))?;
+        .ok_or_else(|| dimension("few rows to multiply", "at most 16", elements))?;
     if let Some(norm) = norm {
         length("norm weight", inputs, norm.len())?;
     }
@@ -183,8 +183,6 @@ pub fn few<T: Half>(
     if !norm.is_multiple_of(16) {
         return Err(dimension("norm weight", "at a multiple of 16 bytes", norm as usize));
     }
-    // What adds to the residual stream comes behind attention, or behind such a product and what that let come behind itself. Others fit beside it.
-    let plan = if matches!(ending, Ending::Add(_)) { plan.apart() } else { plan };
     let Some(products) = &device.kernels().four_bit.products else {
         return Err(CudaError::Plan);
     };
