@@ -1,5 +1,5 @@
-// Products with four-bit weights on sm_90a: entry points `pagedd_four_bit_{few,few_long,few_alone,few_normed}_{store,single,add,silu}_{bf16,f16}`
-// for at most 8 rows, and `pagedd_four_bit_wide{16,32,64,128}_…` for more. In the fatbin's other parts they trap: elsewhere weights are
+// Products with four-bit weights on sm_90a: entry points `pagedd_four_bit_{few,few_long,few_normed,few16}_{store,single,add,silu}_{bf16,f16}`
+// for at most 8 rows, of few16 for at most 16, and `pagedd_four_bit_wide{16,32,64,128}_…` for more. In the fatbin's other parts they trap: elsewhere weights are
 // widened and the library multiplies.
 #include "gemm/four_bit_few.cuh"
 #include "gemm/four_bit_wide.cuh"
@@ -12,12 +12,12 @@
 
 // The host's numbers.
 static_assert(sizeof(pagedd::FourBitWideParams) == 256, "parameters of many rows");
-static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 132, 8) == 8 * 10240 + 8 * 8256 + 64 * 64 + 22 * 512, "shared memory of few rows");
+static_assert(pagedd::four_bit_few_shared(4096, 12288, 16, 132, 4, 2) == 4 * 10240 + 16 * 8256 + 2 * (64 * 64 + 22 * 512), "shared memory of few rows");
 
-#define PAGEDD_FEW(name, element, form, stages, blocks, normed, ending, end)                                     \
-    extern "C" __global__ void __launch_bounds__(pagedd::kFewThreads, blocks)                                    \
-        pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitFewParams params) {    \
-        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, stages, normed, pagedd::Ending::end>(params)); \
+#define PAGEDD_FEW(name, element, form, columns, stages, normed, ending, end)                                       \
+    extern "C" __global__ void __launch_bounds__(pagedd::kFewThreads, 1)                                            \
+        pagedd_four_bit_##form##_##ending##_##name(const __grid_constant__ pagedd::FourBitFewParams params) {       \
+        PAGEDD_ON_SM90(pagedd::four_bit_few<pagedd::element, columns, stages, normed, pagedd::Ending::end>(params)); \
     }
 
 #define PAGEDD_WIDE(name, element, form, groups, rows, stages, shared, ending, end)                              \
@@ -28,10 +28,10 @@ static_assert(pagedd::four_bit_few_shared(4096, 12288, 8, 132, 8) == 8 * 10240 +
     }
 
 #define PAGEDD_FOUR_BIT_FORMS(ending, end, name, element)                                    \
-    PAGEDD_FEW(name, element, few, 8, 2, false, ending, end)                                 \
-    PAGEDD_FEW(name, element, few_long, 6, 2, false, ending, end)                            \
-    PAGEDD_FEW(name, element, few_alone, 12, 1, false, ending, end)                          \
-    PAGEDD_FEW(name, element, few_normed, 8, 2, true, ending, end)                           \
+    PAGEDD_FEW(name, element, few, 1, 4, false, ending, end)                                 \
+    PAGEDD_FEW(name, element, few_long, 1, 2, false, ending, end)                            \
+    PAGEDD_FEW(name, element, few_normed, 1, 4, true, ending, end)                           \
+    PAGEDD_FEW(name, element, few16, 2, 4, false, ending, end)                               \
     PAGEDD_WIDE(name, element, wide16, 2, 16, 8, 58368, ending, end)                         \
     PAGEDD_WIDE(name, element, wide32, 2, 32, 6, 56320, ending, end)                         \
     PAGEDD_WIDE(name, element, wide64, 3, 64, 10, 164864, ending, end)                       \

@@ -17,8 +17,17 @@
 using namespace pagedd;
 #define CK(x) do { auto e_ = (x); if (int(e_) != 0) { printf("%s:%d %s: %d %s\n", __FILE__, __LINE__, #x, int(e_), cudaGetErrorString(cudaError_t(e_))); exit(1); } } while (0)
 
-template <typename T, int D, int M, bool N, Ending E>
-__global__ void __launch_bounds__(kFewThreads, M) few(const __grid_constant__ FourBitFewParams p) { four_bit_few<T, D, N, E>(p); }
+template <typename T, int C, int D, bool N, Ending E>
+__global__ void __launch_bounds__(kFewThreads, 1) few(const __grid_constant__ FourBitFewParams p) { four_bit_few<T, C, D, N, E>(p); }
+// Stands for a kernel of attention: CTAs of which the first `working` take a time, the others none. They let the next kernel start at once or as soon as they start.
+__global__ void busy(int ns, unsigned working, int early) {
+    extern __shared__ uint8_t room[];
+    if (early) let_next_kernel_start();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const long long end = clock64() + (blockIdx.x < working ? ns * 19 / 10 : 0);
+    while (clock64() < end) {}
+}
 template <typename T, int G, int R, int S, Ending E>
 __global__ void __launch_bounds__(kWideThreads<G>, kWideBlocks<G>) wide(const __grid_constant__ FourBitWideParams p) { four_bit_wide<T, G, R, S, E>(p); }
 template <typename T, int A, int B, int S, Input I, Ending E>
@@ -45,16 +54,19 @@ template <class P> static void launch(void (*k)(P), dim3 grid, int threads, int 
 struct Call { const void* x; const float* norm; const void* w; void* out; int in, out_n, rows; };
 struct Variant { std::string name; bool normed, is_wide; std::function<bool(int, int, int)> fits; std::function<void(const Call&)> run; };
 
-template <typename T, int D, int M, bool N, Ending E> static Variant few_variant() {
-    auto k = few<T, D, M, N, E>;
-    constexpr uint32_t most = (M == 1 ? 226 : 112) * 1024;
+// More than half of a multiprocessor's shared memory: no two blocks find room on one.
+static constexpr uint32_t kAlone = 115968;
+template <typename T, int C, int D, bool N, Ending E> static Variant few_variant() {
+    auto k = few<T, C, D, N, E>;
+    constexpr uint32_t most = 226 * 1024;
     CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-    const auto shared = [](int in, int out, int rows) { return four_bit_few_shared(in, out, rows, std::min(out / 16, sms), D); };
-    char name[64]; snprintf(name, 64, "f%d%s", D, N ? "n" : "");
-    return {name, N, false, [=](int in, int out, int rows) { return rows <= 8 && shared(in, out, rows) <= most && (!N || (rows <= 2 && in <= 8192)); },
+    const auto shared = [](int in, int out, int rows) { return four_bit_few_shared(in, out, rows, std::min(out / 16, sms), D, C); };
+    char name[64]; snprintf(name, 64, "%c%d%s", C == 1 ? 'f' : 'g', D, N ? "n" : "");
+    return {name, N, false, [=](int in, int out, int rows) { return rows <= 8 * C && (C == 1 || rows > 8) && shared(in, out, rows) <= most && (!N || (rows <= 2 && in <= 8192)); },
             [=](const Call& c) {
                 FourBitFewParams p = {c.x, c.norm, c.w, c.out, uint32_t(c.in), uint32_t(c.out_n), uint32_t(c.rows), 1e-5f};
-                launch(k, dim3(std::min(c.out_n / 16, sms)), kFewThreads, shared(c.in, c.out_n, c.rows), p, pdl);
+                const uint32_t bytes = shared(c.in, c.out_n, c.rows);
+                launch(k, dim3(std::min(c.out_n / 16, sms)), kFewThreads, std::max(bytes, kAlone), p, pdl);
             }};
 }
 static CUtensorMap map_of(const void* x, int in, int rows, int box, bool half) {
@@ -83,7 +95,7 @@ template <int A, int B, int S, Input I, Ending E> static Variant dense_variant(c
             }};
 }
 template <typename T, Ending E> static std::vector<Variant> fews() {
-    return {few_variant<T, 8, 2, false, E>(), few_variant<T, 8, 2, true, E>(), few_variant<T, 6, 2, false, E>(), few_variant<T, 12, 1, false, E>()};
+    return {few_variant<T, 1, 4, false, E>(), few_variant<T, 1, 2, false, E>(), few_variant<T, 1, 4, true, E>(), few_variant<T, 2, 4, false, E>()};
 }
 template <typename T, Ending E> static std::vector<Variant> wides(int rows) {
     std::vector<Variant> v;
@@ -243,7 +255,7 @@ template <typename T, Ending E> static void check(bool few) {
     int shapes[][2] = {{576, 960}, {4096, 496}, {11008, 256}, {11008, 4256}, {64, 48}, {1536, 2128}};
     for (auto& s : shapes) for (int rows : {1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 129, 300}) {
         if ( (rows > 65 && (s[0] == 11008 || s[1] == 2128) && rows != 129) || (s[1] == 4256 && rows != 1 && rows != 8 && rows != 16 && rows != 64)) continue;
-        std::vector<Variant> v = few ? rows <= 8 ? fews<T, E>() : std::vector<Variant>() : wides<T, E>(rows);
+        std::vector<Variant> v = few ? rows <= 16 ? fews<T, E>() : std::vector<Variant>() : wides<T, E>(rows);
         check_shape<T, E>(v, s[0], s[1], rows);
     }
 }
@@ -257,7 +269,7 @@ static std::vector<Variant> of(const Matrix& m, int rows, bool four) {
     const auto pick = [&](auto e) {
         constexpr Ending E = decltype(e)::value;
         if (four) {
-            if (rows <= 8) for (auto& x : fews<bf16, E>()) v.push_back(x);
+            if (rows <= 16) for (auto& x : fews<bf16, E>()) v.push_back(x);
             if (rows > 2) for (auto& x : wides<bf16, E>(rows)) v.push_back(x);
         } else if (rows <= 16) {
             v = {dense_variant<1, 1, 8, Input::kKept, E>("kept"), dense_variant<1, 2, 4, Input::kKept, E>("kept16"), dense_variant<1, 1, 8, Input::kNormed, E>("normed"), dense_variant<2, 1, 5, Input::kStreamed, E>("streamed"), dense_variant<2, 2, 4, Input::kStreamed, E>("streamed16")};
@@ -306,33 +318,38 @@ static void products(const std::vector<int>& row_counts) {
     cudaFree(scratch);
 }
 // All products of a step one after the other, with the norms where they are kernels of their own.
-static void step(int rows, const char* kinds) {
+static void step(int rows, bool four, bool attention) {
     size_t bytes = 0; for (auto& m : kSeven) bytes += four_bytes(m) * m.count;
     char *res, *normed, *qkv, *act, *att, *logits;
     CK(cudaMalloc(&res, rows * 4096 * 4)); CK(cudaMalloc(&normed, rows * 4096 * 2)); CK(cudaMalloc(&att, rows * 4096 * 2)); CK(cudaMalloc(&qkv, rows * 12288 * 2)); CK(cudaMalloc(&act, rows * 11008 * 2)); CK(cudaMalloc(&logits, size_t(rows) * 32000 * 4));
     fill<float><<<64, 256, 0, stream>>>((float*)res, rows * 4096, 1, 1.0f); fill<bf16><<<64, 256, 0, stream>>>((bf16*)att, rows * 4096, 2, 1.0f);
-    // The first kind that there is of each product.
+    // The kind of each product that takes the least time.
     const auto find = [&](const Matrix& m, bool four, bool n) -> Variant {
-        if (four) {
-            std::string list = kinds, kind;
-            for (size_t at = 0; at < list.size(); at += kind.size() + 1) { kind = list.substr(at, list.find(' ', at) - at); for (auto& v : of(m, rows, four)) if (v.name == kind + (n ? "n" : "")) return v; }
-            for (auto& v : of(m, rows, four)) if (v.normed == n && !v.is_wide) return v;
+        Variant best; double least = 1e30;
+        for (auto& v : of(m, rows, four)) {
+            if (v.normed != n) continue;
+            const double t = time_product(m, rows, v, four);
+            if (t < least) { least = t; best = v; }
         }
-        for (auto& v : of(m, rows, four)) if (v.normed == n) return v;
-        return of(m, rows, four)[0];
+        return best;
     };
-    for (int four = *kinds ? 1 : 0; four < (*kinds ? 2 : 1); ++four) {
-        const bool n = rows <= 2;
-        Variant v[5]; for (int i = 0; i < 5; ++i) v[i] = find(kSeven[i], four, n && kSeven[i].normed);
-        const auto norms = [&] { NormArgs p = {(float*)res, nullptr, io_norm, nullptr, normed, 4096, 1e-5f}; launch(norm_early, dim3(rows), 256, 0, p, true); };
-        const double us = time_graph([&] {
-            const uint8_t* w = four ? fours : (uint8_t*)dense_weights;
-            const auto go = [&](int i, const void* x, void* out) { v[i].run(Call{x, io_norm, w, out, kSeven[i].in, kSeven[i].out, rows}); w += four ? four_bytes(kSeven[i]) : size_t(kSeven[i].in) * kSeven[i].out * 2; };
-            for (int l = 0; l < 32; ++l) { if (!n) norms(); go(0, n ? res : normed, qkv); go(1, att, res); if (!n) norms(); go(2, n ? res : normed, act); go(3, act, res); }
-            norms(); go(4, normed, logits);
-        });
-        printf("step %2d rows %s: %.3f ms (%.2f TB/s) with", rows, four ? "four-bit" : "bf16", us / 1e3, (four ? bytes : 13.21e9) / us / 1e6); for (auto& x : v) printf(" %s", x.name.c_str()); printf("\n"); fflush(stdout);
-    }
+    const bool n = rows <= 2;
+    Variant v[5]; for (int i = 0; i < 5; ++i) v[i] = find(kSeven[i], four, n && kSeven[i].normed);
+    const auto norms = [&] { NormArgs p = {(float*)res, nullptr, io_norm, nullptr, normed, 4096, 1e-5f}; launch(norm_early, dim3(rows), 256, 0, p, true); };
+    const auto attend = [&] {
+        cudaLaunchConfig_t c = {}; c.stream = stream; cudaLaunchAttribute at[1] = {}; c.attrs = at;
+        at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization; at[0].val.programmaticStreamSerializationAllowed = 1;
+        c.gridDim = rows; c.blockDim = 512; c.numAttrs = 1; CK(cudaLaunchKernelEx(&c, busy, 700, 132u, 1));
+        c.gridDim = 2 * sms; c.blockDim = 128; c.dynamicSmemBytes = 67216; c.numAttrs = 0; CK(cudaLaunchKernelEx(&c, busy, 3000, 96u, 0));
+        c.gridDim = 32; c.dynamicSmemBytes = 0; c.numAttrs = 1; CK(cudaLaunchKernelEx(&c, busy, 700, 132u, 1));
+    };
+    const double us = time_graph([&] {
+        const uint8_t* w = four ? fours : (uint8_t*)dense_weights;
+        const auto go = [&](int i, const void* x, void* out) { v[i].run(Call{x, io_norm, w, out, kSeven[i].in, kSeven[i].out, rows}); w += four ? four_bytes(kSeven[i]) : size_t(kSeven[i].in) * kSeven[i].out * 2; };
+        for (int l = 0; l < 32; ++l) { if (!n) norms(); go(0, n ? res : normed, qkv); if (attention) attend(); go(1, att, res); if (!n) norms(); go(2, n ? res : normed, act); go(3, act, res); }
+        norms(); go(4, normed, logits);
+    });
+    printf("step %2d rows %s%s: %.3f ms (%.2f TB/s) with", rows, four ? "four-bit" : "bf16", attention ? " and attention" : "", us / 1e3, (four ? bytes : 13.21e9) / us / 1e6); for (auto& x : v) printf(" %s", x.name.c_str()); printf("\n"); fflush(stdout);
     for (void* p : {res, normed, att, qkv, act, logits}) cudaFree(p);
 }
 
@@ -356,11 +373,14 @@ int main(int argc, char** argv) {
     const size_t units = (size_t(5) << 30) / 640; CK(cudaMalloc(&fours, units * 640)); four_fill<<<2048, 256, 0, stream>>>(fours, units, 7);
     CK(cudaMalloc(&io_x, size_t(1024) * 11008 * 4)); CK(cudaMalloc(&io_out, size_t(1024) * 32000 * 4)); CK(cudaMalloc(&io_norm, 32768 * 4));
     fill<bf16><<<1024, 256, 0, stream>>>((bf16*)io_x, size_t(1024) * 11008 * 2, 1, 1.0f); fill<float><<<64, 256, 0, stream>>>(io_norm, 32768, 4, 1.0f); CK(cudaMemsetAsync(io_out, 0, size_t(1024) * 32000 * 4, stream)); CK(cudaStreamSynchronize(stream));
-    if (what == "few") { for (auto& v : of(kSeven[2], 1, true)) if (v.name == "f8n") for (int i = 0; i < 4; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, 1}); CK(cudaStreamSynchronize(stream)); return 0; }
+    if (what == "few") { for (auto& v : of(kSeven[2], 1, true)) if (v.name == "f4n") for (int i = 0; i < 4; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, 1}); CK(cudaStreamSynchronize(stream)); return 0; }
     if (what == "wide") { for (int rows : {64, 256}) for (auto& v : of(kSeven[2], rows, true)) if (v.name == "w64/1" || (rows == 256 && v.name == "w128/1")) for (int i = 0; i < 2; ++i) v.run(Call{io_x, io_norm, fours + i * four_bytes(kSeven[2]), io_out, 4096, 22016, rows}); CK(cudaStreamSynchronize(stream)); return 0; }
+    CK(cudaFuncSetAttribute(busy, cudaFuncAttributeMaxDynamicSharedMemorySize, 67216));
     Lt the; lt = &the;
     dense_bytes = size_t(14) << 30; CK(cudaMalloc(&dense_weights, dense_bytes)); fill<bf16><<<2048, 256, 0, stream>>>((bf16*)dense_weights, dense_bytes / 2, 9, 0.05f); CK(cudaStreamSynchronize(stream));
-    if (what == "step") for (int rows : counts) for (const char* kinds : {"", "f8 f6 f12"}) step(rows, kinds);
+    if (what == "step") for (int rows : counts) {
+        for (bool four : {false, true}) for (bool attention : {false, true}) step(rows, four, attention);
+    }
     if (what == "products") products(counts);
     return 0;
 }

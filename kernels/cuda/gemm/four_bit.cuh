@@ -75,25 +75,61 @@ __device__ __forceinline__ uint32_t exact_pair(uint32_t word, int i) {
     return reinterpret_cast<const uint32_t&>(exact);
 }
 
-/// Weights of a unit as elements: the operand a of four steps along the depth. A weight is s (q - 8) + (m + 8 s), so that what is rounded is small.
+/// What makes elements of the numbers of two groups of an output, two at once. An element is off by one rounding of the weight, in bf16 beside that by two of
+/// m + 8 s, which is little where weights lie around zero, and by 2^-15 of s.
+template <typename T>
+struct Weights;
+
+/// s q + m: scale and minimum are elements already.
+template <>
+struct Weights<F16> {
+    __half2 groups[2];
+
+    __device__ __forceinline__ Weights(uint32_t first, uint32_t second)
+        : groups{reinterpret_cast<const __half2&>(first), reinterpret_cast<const __half2&>(second)} {}
+
+    __device__ __forceinline__ uint32_t pair(uint32_t word, int side, int i) const {
+        const uint32_t numbers = exact_pair<F16>(word, i);
+        const __half2 weights = __hfma2(reinterpret_cast<const __half2&>(numbers), __low2half2(groups[side]), __high2half2(groups[side]));
+        return reinterpret_cast<const uint32_t&>(weights);
+    }
+};
+
+/// s n + (s' n + c) with n = q - 8 and c = m + 8 s: the scale is the sum of the elements s and s' exactly, and s' n is one.
+template <>
+struct Weights<Bf16> {
+    using Pair = __nv_bfloat162;
+    Pair scales, rests, middles;
+
+    __device__ __forceinline__ Weights(uint32_t first, uint32_t second) {
+        const float2 a = scale_and_minimum(first), b = scale_and_minimum(second);
+        scales = __floats2bfloat162_rn(a.x, b.x);
+        rests = __floats2bfloat162_rn(a.x - __low2float(scales), b.x - __high2float(scales));
+        middles = __floats2bfloat162_rn(fmaf(8.0f, a.x, a.y), fmaf(8.0f, b.x, b.y));
+    }
+
+    static __device__ __forceinline__ Pair both(const Pair& groups, int side) { return side ? __high2bfloat162(groups) : __low2bfloat162(groups); }
+
+    __device__ __forceinline__ uint32_t pair(uint32_t word, int side, int i) const {
+        using W = Widening<Bf16>;
+        const uint32_t offset = offset_pair<Bf16>(word, i);
+        const Pair numbers = __hsub2(reinterpret_cast<const Pair&>(offset), W::both(W::kOffset + 8.0f));
+        const Pair weights = __hfma2(numbers, both(scales, side), __hfma2(numbers, both(rests, side), both(middles, side)));
+        return reinterpret_cast<const uint32_t&>(weights);
+    }
+};
+
+/// Weights of a unit as elements: the operand a of four steps along the depth.
 template <typename T>
 __device__ __forceinline__ void widen_unit(uint32_t (&a)[4][4], const FourBitPiece& piece) {
-    using W = Widening<T>;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+        const Weights<T> weights(word_of(piece.scales, half, 0), word_of(piece.scales, half, 1));
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-            const float2 of = scale_and_minimum(word_of(piece.scales, half, side));
-            const typename W::Pair s = W::both(of.x), m = W::both(fmaf(8.0f, of.x, of.y));
-            const uint32_t word = word_of(piece.numbers, half, side);
+            // Pair i of 32 inputs: step i / 2 of the two, and in it the low or the high inputs.
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint32_t offset = offset_pair<T>(word, i);
-                const typename W::Pair number = __hsub2(reinterpret_cast<const typename W::Pair&>(offset), W::both(W::kOffset + 8.0f));
-                const typename W::Pair weight = __hfma2(number, s, m);
-                // Pair i of 32 inputs: step i / 2 of the two, and in it the low or the high inputs.
-                a[side * 2 + i / 2][i % 2 * 2 + half] = reinterpret_cast<const uint32_t&>(weight);
-            }
+            for (int i = 0; i < 4; ++i) a[side * 2 + i / 2][i % 2 * 2 + half] = weights.pair(word_of(piece.numbers, half, side), side, i);
         }
     }
 }

@@ -1,15 +1,18 @@
-// Products of at most 8 rows with a matrix of four-bit weights, at the speed at which the matrix can be read.
+// Products of at most 16 rows with a matrix of four-bit weights, at the speed at which the matrix can be read.
 //
 // A CTA takes tiles of 16 outputs that follow each other, and its warps take equal parts of the sequence of their units, each a run of memory. It goes through
-// a ring in shared memory that belongs to the warp alone, kStages units ahead, beginning before the kernel waits for the one before it. (Loads into registers do
-// not do: a warp has six scoreboards, so that waiting for the oldest load is waiting for newer ones.) The input is in shared memory, in the order of the matrix
-// fragments, with the sum of every group beside it: numbers are multiplied with the offset that makes them elements, and minimum and offset count for the
-// group's sum. Where a warp comes to the end of a tile or of its part, its sums go to shared memory; at the end of all they are
+// a ring in shared memory that belongs to the warp alone, which the copy engine fills kStages units ahead, beginning before the kernel waits for the one before
+// it. (Loads into registers do not do: a warp has six scoreboards, so that waiting for the oldest load is waiting for newer ones.) Two units are copied at once:
+// what the multiplication of one takes is a hundred instructions, and copies by a warp's own lanes took forty beside. The input is in shared memory, in the order of the
+// matrix fragments, with the sum of every group beside it: numbers are multiplied with the offset that makes them elements, and minimum and offset count for
+// the group's sum. Where a warp comes to the end of a tile or of its part, its sums go to shared memory; at the end of all they are
 // added in the order of the warps. The bits of a result depend on the operands and on the number of CTAs, not on other rows.
 //
-// A CTA leaves room for another on its multiprocessor, where its rows allow that: the next kernel's, whose ring fills while this one ends. Rows that are too
-// long for it have a shorter ring, or a multiprocessor of their own; what does not fit there either is for the kernels of more rows.
+// The host asks for so much shared memory that no multiprocessor has two CTAs, of one kernel or of two: where the CTAs before leave some multiprocessors sooner,
+// those would get two, and others none, and so would the next kernel's, to the end of a step. What does not fit is for the kernels of more rows.
 #pragma once
+#include "../attention/wgmma.cuh"
+#include "copy.cuh"
 #include "four_bit.cuh"
 #include "small_rows.cuh"
 
@@ -27,7 +30,7 @@ struct FourBitFewParams {
     void* out;            // see Ending
     uint32_t inputs;      // a multiple of 64
     uint32_t outputs;     // a multiple of 16
-    uint32_t rows;        // 8 at most
+    uint32_t rows;        // 8 kColumns at most
     float epsilon;
 };
 
@@ -35,9 +38,9 @@ struct FourBitFewParams {
 constexpr int kFewLoads = 8;
 
 /// Bytes of shared memory: the ring, rows, the sums of their groups, the sums of the warps.
-constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32_t rows, uint32_t blocks, uint32_t stages) {
+constexpr uint32_t four_bit_few_shared(uint32_t inputs, uint32_t outputs, uint32_t rows, uint32_t blocks, uint32_t stages, uint32_t columns) {
     const uint32_t units = inputs / kFourBitUnit, tiles = (outputs / kFourBitTile + blocks - 1) / blocks;
-    return kFewWarps * stages * kFourBitBytes + rows * (units * kFourBitUnit * 2 + kInputPad) + units * 64 + (tiles + kFewWarps) * 512;
+    return kFewWarps * stages * kFourBitBytes + rows * (units * kFourBitUnit * 2 + kInputPad) + (units * 64 + (tiles + kFewWarps) * 512) * columns;
 }
 
 /// d = a b.
@@ -78,25 +81,28 @@ __device__ __forceinline__ void few_multiply_add<F16>(float (&d)[4], const uint3
 
 /// Puts eight elements of a row, pack `at` of it, where the fragments want them, and the sum of the group beside. Lanes of four packs of a group
 /// come together; of those that are not `there` nothing is put.
-template <typename T>
-__device__ __forceinline__ void put_pack(uint8_t* input, float* sums, uint32_t pitch, unsigned row, unsigned at, const Pack<T>& pack, bool there) {
+template <typename T, int kColumns>
+__device__ __forceinline__ void put_pack(uint8_t* row_of, float* sums, unsigned row, unsigned at, const Pack<T>& pack, bool there) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += to_f32(pack.at[i]);
     sum = quad_sum(sum);
     if (!there) return;
     const uint4 words = reinterpret_cast<const uint4&>(pack);
-    uint32_t* to = reinterpret_cast<uint32_t*>(input + row * pitch + at / 4 * (kFourBitGroup * 2)) + at % 4;
+    uint32_t* to = reinterpret_cast<uint32_t*>(row_of + at / 4 * (kFourBitGroup * 2)) + at % 4;
     to[0] = words.x;
     to[4] = words.y;
     to[8] = words.z;
     to[12] = words.w;
-    if (at % 4 == 0) sums[(at / 8 * 4 + row / 2) * 4 + at / 4 % 2 * 2 + row % 2] = sum;
+    if (at % 4 == 0) sums[(at / 8 * (4 * kColumns) + row / 2) * 4 + at / 4 % 2 * 2 + row % 2] = sum;
 }
 
-template <typename T, int kStages, bool kNormed, Ending kEnding>
+template <typename T, int kColumns, int kStages, bool kNormed, Ending kEnding>
 __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
+    constexpr unsigned kPairs = kStages / 2, kPairBytes = 2 * kFourBitBytes;
+    static_assert(kStages % 2 == 0, "units are copied in pairs");
     extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ __align__(8) uint64_t barriers[kFewWarps * kPairs];
     __shared__ float scratch[2 * WARP];
     let_next_kernel_start();
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -104,39 +110,44 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     const unsigned first_tile = unsigned(uint64_t(all_tiles) * blockIdx.x / gridDim.x);
     const unsigned tiles = unsigned(uint64_t(all_tiles) * (blockIdx.x + 1) / gridDim.x) - first_tile;
     const unsigned pitch = units * kFourBitUnit * 2 + kInputPad;
-    uint8_t* const input = shared + kFewWarps * kStages * kFourBitBytes;
-    float* const group_sums = reinterpret_cast<float*>(input + a.rows * pitch);
-    float4* const slots = reinterpret_cast<float4*>(group_sums + units * 16);
+
+    // Units of this warp: [first, first + count) of the sequence of all units of all tiles, which lie one behind the other.
+    const unsigned first = tiles * units * warp / kFewWarps, count = tiles * units * (warp + 1) / kFewWarps - first;
+
+    // ---- the ring ----
+    const uint8_t* const own = shared + warp * (kStages * kFourBitBytes);
+    const uint32_t ring = shared_address(own), full = shared_address(barriers + warp * kPairs);
+    const uint8_t* next = static_cast<const uint8_t*>(a.weights) + (size_t(first_tile) * units + first) * kFourBitBytes;
+    unsigned next_left = count;
+    // For one lane.
+    const auto copy_pair = [&](unsigned pair) {
+        const unsigned bytes = min(next_left, 2u) * kFourBitBytes;
+        if (bytes == 0) return;
+        barrier_expect(full + pair * 8, bytes);
+        bring(ring + pair * kPairBytes, next, bytes, full + pair * 8);
+        next += bytes;
+        next_left -= min(next_left, 2u);
+    };
+    if (lane == 0) {
+#pragma unroll
+        for (unsigned pair = 0; pair < kPairs; ++pair) barrier_init(full + pair * 8, 1);
+        fence_barriers();
+#pragma unroll
+        for (unsigned pair = 0; pair < kPairs; ++pair) copy_pair(pair);
+    }
+    __syncwarp();
+
     // Warp w has a slot for each tile that it has a part of: w + tile. Parts that are less than a unit are empty.
-    for (unsigned i = threadIdx.x; i < (tiles + kFewWarps) * 32; i += kFewThreads) slots[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const CopyOnce copy_once;
+    float4* const slots = reinterpret_cast<float4*>(shared + kFewWarps * kStages * kFourBitBytes);
+    uint8_t* const input = reinterpret_cast<uint8_t*>(slots + (tiles + kFewWarps) * (32 * kColumns));
+    float* const group_sums = reinterpret_cast<float*>(input + a.rows * pitch);
+    for (unsigned i = threadIdx.x; i < (tiles + kFewWarps) * (32 * kColumns); i += kFewThreads) slots[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
     constexpr bool kHalf = kEnding == Ending::kSilu;
     constexpr unsigned kWide = kHalf ? kFourBitTile / 2 : kFourBitTile;
     const unsigned width = tiles * kWide, row_width = kHalf ? a.outputs / 2 : a.outputs, results = width * a.rows;
     const auto place = [&](unsigned index) { return size_t(index / width) * row_width + first_tile * kWide + index % width; };
     float before = 0.0f;
-
-    // Units of this warp: [first, first + count) of the sequence of all units of all tiles, which lie one behind the other.
-    const unsigned first = tiles * units * warp / kFewWarps, count = tiles * units * (warp + 1) / kFewWarps - first;
-
-    // ---- the ring: what is copied next ----
-    const uint8_t* const own = shared + warp * (kStages * kFourBitBytes);
-    const uint32_t ring = shared_address(own) + lane * 16;
-    const uint8_t* next = static_cast<const uint8_t*>(a.weights) + (size_t(first_tile) * units + first) * kFourBitBytes + lane * 16;
-    unsigned next_left = count;
-    const auto copy_unit = [&](unsigned stage) {
-        if (next_left > 0) {
-            copy_once(ring + stage, next, 16);
-            if (lane < 8) copy_once(ring + stage + kFourBitScales, next + kFourBitScales, 16);
-            next += kFourBitBytes;
-            --next_left;
-        }
-        commit_copies();
-    };
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) copy_unit(stage * kFourBitBytes);
-    unsigned stage = 0;
 
     // ---- the input: what earlier kernels wrote ----
     if constexpr (kNormed) {
@@ -171,29 +182,30 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
                 Pack<T> y;
 #pragma unroll
                 for (int j = 0; j < 8; ++j) y.at[j] = rounded<T>(at < packs ? kept[i].at[j] * scale * factors[i].at[j] : 0.0f);
-                put_pack<T>(input, group_sums, pitch, row, at, y, at < packs);
+                put_pack<T, kColumns>(input + row * pitch, group_sums, row, at, y, at < packs);
             }
         }
     } else {
         wait_for_previous_kernel();
-        const unsigned packs = units * (kFourBitUnit / 8), total = a.rows * packs;
-        // Several loads at once: each takes as long as all of them.
-        for (unsigned base = 0; base < total; base += kFewLoads * kFewThreads) {
-            uint4 loaded[kFewLoads];
+        // Each row has as many warps as there are for all.
+        const unsigned packs = units * (kFourBitUnit / 8), parts = kFewWarps / a.rows, row = warp % a.rows, part = warp / a.rows;
+        if (part < parts) {
+            const uint4* x = reinterpret_cast<const uint4*>(static_cast<const T*>(a.x) + size_t(row) * a.inputs);
+            // Several loads at once: each takes as long as all of them.
+            for (unsigned base = part * 32; base < packs; base += parts * (32 * kFewLoads)) {
+                uint4 loaded[kFewLoads];
 #pragma unroll
-            for (int i = 0; i < kFewLoads; ++i) {
-                const unsigned index = base + i * kFewThreads + threadIdx.x, row = index / packs, at = index % packs;
-                loaded[i] = make_uint4(0, 0, 0, 0);
-                if (index < total) {
-                    loaded[i] = __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(a.x) + size_t(row) * a.inputs) + at);
+                for (int i = 0; i < kFewLoads; ++i) {
+                    const unsigned at = base + i * parts * 32 + lane;
+                    loaded[i] = at < packs ? __ldcg(x + at) : make_uint4(0, 0, 0, 0);
                 }
-            }
 #pragma unroll
-            for (int i = 0; i < kFewLoads; ++i) {
-                const unsigned index = base + i * kFewThreads + threadIdx.x, row = index / packs, at = index % packs;
-                // The same for all threads: they come together in the sums.
-                if (base + i * kFewThreads >= total) break;
-                put_pack<T>(input, group_sums, pitch, row, at, reinterpret_cast<const Pack<T>&>(loaded[i]), index < total);
+                for (int i = 0; i < kFewLoads; ++i) {
+                    // The same for all lanes: they come together in the sums.
+                    if (base + i * parts * 32 >= packs) break;
+                    const unsigned at = base + i * parts * 32 + lane;
+                    put_pack<T, kColumns>(input + row * pitch, group_sums, row, at, reinterpret_cast<const Pack<T>&>(loaded[i]), at < packs);
+                }
             }
         }
     }
@@ -204,21 +216,32 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
 
     // ---- units ----
     const uint8_t* row = input + min(g, a.rows - 1) * pitch + t * 16 + first % units * (kFourBitUnit * 2);
-    const float4* sums_of = reinterpret_cast<const float4*>(group_sums) + t + first % units * 4;
+    const uint32_t second = kColumns > 1 ? (min(8 + g, a.rows - 1) - min(g, a.rows - 1)) * pitch : 0;
+    const float4* sums_of = reinterpret_cast<const float4*>(group_sums) + t + first % units * (4 * kColumns);
     unsigned left = units - first % units;
-    float4* slot = slots + (warp + first / units) * 32 + lane;
-    float d[4] = {};
+    float4* slot = slots + (warp + first / units) * (32 * kColumns) + lane;
+    float d[kColumns][4] = {};
     const auto put_sums = [&] {
-        *slot = make_float4(d[0], d[1], d[2], d[3]);
-        d[0] = d[1] = d[2] = d[3] = 0.0f;
-        slot += 32;
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column) {
+            slot[column * 32] = make_float4(d[column][0], d[column][1], d[column][2], d[column][3]);
+            d[column][0] = d[column][1] = d[column][2] = d[column][3] = 0.0f;
+        }
+        slot += 32 * kColumns;
     };
     const auto multiply_unit = [&](const uint8_t* at) {
         const FourBitPiece piece = {*reinterpret_cast<const uint4*>(at + lane * 16), *reinterpret_cast<const uint4*>(at + kFourBitScales + g * 16)};
-        const uint4 b[2] = {*reinterpret_cast<const uint4*>(row), *reinterpret_cast<const uint4*>(row + kFourBitGroup * 2)};
-        const float4 sums = *sums_of;
+        uint4 b[kColumns][2];
+        float4 sums[kColumns];
+#pragma unroll
+        for (int column = 0; column < kColumns; ++column) {
+            const uint8_t* from = row + column * second;
+            b[column][0] = *reinterpret_cast<const uint4*>(from);
+            b[column][1] = *reinterpret_cast<const uint4*>(from + kFourBitGroup * 2);
+            sums[column] = sums_of[column * 4];
+        }
         row += kFourBitUnit * 2;
-        sums_of += 4;
+        sums_of += 4 * kColumns;
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
             const uint32_t low = word_of(piece.numbers, 0, side), high = word_of(piece.numbers, 1, side);
@@ -238,30 +261,45 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
                 of_low.y = fmaf(-Widening<T>::kOffset, of_low.x, of_low.y);
                 of_high.y = fmaf(-Widening<T>::kOffset, of_high.x, of_high.y);
             }
-            float p[4];
-            few_multiply<T>(p, steps[0], b[side].x, b[side].y);
-            few_multiply_add<T>(p, steps[1], b[side].z, b[side].w);
-            const float even = side ? sums.z : sums.x, odd = side ? sums.w : sums.y;
-            d[0] = fmaf(of_low.x, p[0], fmaf(of_low.y, even, d[0]));
-            d[1] = fmaf(of_low.x, p[1], fmaf(of_low.y, odd, d[1]));
-            d[2] = fmaf(of_high.x, p[2], fmaf(of_high.y, even, d[2]));
-            d[3] = fmaf(of_high.x, p[3], fmaf(of_high.y, odd, d[3]));
+#pragma unroll
+            for (int column = 0; column < kColumns; ++column) {
+                float p[4];
+                few_multiply<T>(p, steps[0], b[column][side].x, b[column][side].y);
+                few_multiply_add<T>(p, steps[1], b[column][side].z, b[column][side].w);
+                const float even = side ? sums[column].z : sums[column].x, odd = side ? sums[column].w : sums[column].y;
+                d[column][0] = fmaf(of_low.x, p[0], fmaf(of_low.y, even, d[column][0]));
+                d[column][1] = fmaf(of_low.x, p[1], fmaf(of_low.y, odd, d[column][1]));
+                d[column][2] = fmaf(of_high.x, p[2], fmaf(of_high.y, even, d[column][2]));
+                d[column][3] = fmaf(of_high.x, p[3], fmaf(of_high.y, odd, d[column][3]));
+            }
         }
     };
-    for (unsigned done = 0; done < count; ++done) {
-        wait_copies<kStages - 1>();
-        // Scales were copied by others.
-        __syncwarp();
-        multiply_unit(own + stage);
-        __syncwarp();
-        copy_unit(stage);
-        stage = stage == (kStages - 1) * kFourBitBytes ? 0 : stage + kFourBitBytes;
+    const auto end_unit = [&] {
         if (--left == 0) {
             left = units;
             row -= units * (kFourBitUnit * 2);
-            sums_of -= units * 4;
+            sums_of -= units * (4 * kColumns);
             put_sums();
         }
+    };
+    unsigned pair = 0, parity = 0, done = 0;
+    for (; done + 1 < count; done += 2) {
+        barrier_wait(full + pair * 8, parity);
+        multiply_unit(own + pair * kPairBytes);
+        end_unit();
+        multiply_unit(own + pair * kPairBytes + kFourBitBytes);
+        end_unit();
+        __syncwarp();
+        if (lane == 0) copy_pair(pair);
+        if (++pair == kPairs) {
+            pair = 0;
+            parity ^= 1;
+        }
+    }
+    if (done < count) {
+        barrier_wait(full + pair * 8, parity);
+        multiply_unit(own + pair * kPairBytes);
+        end_unit();
     }
     if (left != units && count > 0) put_sums();
 
@@ -269,13 +307,13 @@ __device__ __forceinline__ void four_bit_few(const FourBitFewParams& a) {
     __syncthreads();
     const float* const values = reinterpret_cast<const float*>(slots);
     for (unsigned index = threadIdx.x; index < results; index += kFewThreads) {
-        const unsigned row = index / width, output = index % width, tile = output / kWide, in_tile = output % kWide;
-        const unsigned in_slot = (in_tile % 8 * 4 + row / 2) * 4 + in_tile / 8 * 2 + row % 2;
+        const unsigned row = index / width, output = index % width, tile = output / kWide, in_tile = output % kWide, in_column = row % 8;
+        const unsigned in_slot = row / 8 * 128 + (in_tile % 8 * 4 + in_column / 2) * 4 + in_tile / 8 * 2 + in_column % 2;
         float sum = 0.0f, up = 0.0f;
         // The warps that have parts of the tile.
         const unsigned first_warp = kFewWarps * tile / tiles, end_warp = (kFewWarps * (tile + 1) + tiles - 1) / tiles;
         for (unsigned w = first_warp; w < end_warp; ++w) {
-            const float* at = values + size_t(w + tile) * 128 + in_slot;
+            const float* at = values + size_t(w + tile) * (128 * kColumns) + in_slot;
             sum += at[0];
             if (kHalf) up += at[2];
         }

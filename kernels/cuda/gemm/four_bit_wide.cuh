@@ -5,11 +5,12 @@
 // it, and the tiles' numbers. kGroups warpgroups make elements of the numbers in registers, where the matrix units take them from, 64 outputs
 // each, so that one unit becomes elements while the one before is multiplied.
 //
-// A weight is rounded to an element here, from a scale and a minimum that are rounded as well; see widen_unit.
+// A weight is rounded to an element here; see Weights.
 #pragma once
 #include <cuda.h>
 
 #include "../attention/wgmma.cuh"
+#include "copy.cuh"
 #include "four_bit.cuh"
 #include "small_rows.cuh"
 
@@ -75,18 +76,7 @@ __device__ __forceinline__ float4 load_from_rank(uint32_t address, uint32_t rank
     return x;
 }
 
-/// Arrives at a barrier, and says how many bytes come to it.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-/// Has the copy engine bring `bytes`, which count at the barrier.
-__device__ __forceinline__ void bring(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
-/// Has it bring a box of a matrix: columns from `column`, rows from `row`.
+/// Has the copy engine bring a box of a matrix: columns from `column`, rows from `row`.
 __device__ __forceinline__ void bring_box(uint32_t to, const CUtensorMap& map, uint32_t column, uint32_t row, uint32_t barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(&map), "r"(column),
                  "r"(row), "r"(barrier)
@@ -118,7 +108,7 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
             barrier_init(full + stage * 8, 1);
             barrier_init(empty + stage * 8, kConsumers);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barriers();
         fence_for_matrix_units();
     }
     __syncthreads();
@@ -161,18 +151,24 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
         take_registers<kConsumer>();
         float d[kColumns][4];
         uint32_t elements[2][4][4];
+        const auto take_piece = [&](unsigned unit) {
+            const unsigned stage = unit % kStages;
+            barrier_wait(full + stage * 8, unit / kStages & 1);
+            const uint8_t* pieces = shared + stage * Shape::kStageBytes + Shape::kInputBytes + warp * kFourBitBytes;
+            return FourBitPiece{*reinterpret_cast<const uint4*>(pieces + lane * 16), *reinterpret_cast<const uint4*>(pieces + kFourBitScales + lane / 4 * 16)};
+        };
+        // The numbers of a unit are loaded while the one before becomes elements.
+        FourBitPiece coming = take_piece(0);
         // Multiplies a unit, whose elements come into `next`, for which all but the newest instructions have to be over: the stage of the unit before
         // that one is free.
         const auto multiply_unit = [&](unsigned unit, uint32_t(&next)[4][4]) {
-            const unsigned stage = unit % kStages;
-            barrier_wait(full + stage * 8, unit / kStages & 1);
-            const uint32_t at = ring + stage * Shape::kStageBytes;
-            const uint8_t* pieces = shared + stage * Shape::kStageBytes + Shape::kInputBytes + warp * kFourBitBytes;
-            const FourBitPiece piece = {*reinterpret_cast<const uint4*>(pieces + lane * 16), *reinterpret_cast<const uint4*>(pieces + kFourBitScales + lane / 4 * 16)};
+            const uint32_t at = ring + unit % kStages * Shape::kStageBytes;
             if (unit > 1) {
                 __syncwarp();
                 if (lane == 0) barrier_arrive(empty + (unit - 2) % kStages * 8);
             }
+            const FourBitPiece piece = coming;
+            if (unit + 1 < count) coming = take_piece(unit + 1);
             widen_unit<T>(next, piece);
             products_begin();
 #pragma unroll

@@ -174,7 +174,7 @@ pub fn few<T: Half>(
     let rows = elements / inputs;
     let device = stream.device();
     let plan = FewPlan::of(weights.shape, rows, norm.is_some(), device.info().multiprocessors)
-        .ok_or_else(|| dimension("few rows to multiply", "at most 8", elements))?;
+        .ok_or_else(|| dimension("few rows to multiply", "at most 16", elements))?;
     if let Some(norm) = norm {
         length("norm weight", inputs, norm.len())?;
     }

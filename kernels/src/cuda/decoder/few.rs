@@ -4,11 +4,11 @@
 
 use super::DecoderMemory;
 use super::forward::{Work, matrix, tiles, view};
-use super::products::{Order, takes_normed_rows};
+use super::products::Order;
 use super::shape::{DecoderPlaces, DecoderShape, LayerPlaces, MatrixPlace, Place};
 use crate::cuda::buffer::Buffer;
 use crate::cuda::error::CudaError;
-use crate::cuda::four_bit::{self, Split, wide};
+use crate::cuda::four_bit::{self, Split, takes_wide, wide};
 use crate::cuda::gemm::GemmOutput;
 use crate::cuda::launch::Half;
 use crate::cuda::norm::{AddNorm, add_rms_norm};
@@ -17,13 +17,23 @@ use crate::cuda::stream::Stream;
 use crate::four_bit::Form;
 
 /// Whether all products of such a decoder are taken, where rows are few.
-pub(super) fn takes(stream: &Stream, shape: &DecoderShape, places: &DecoderPlaces) -> bool {
+pub(super) fn takes(stream: &Stream, places: &DecoderPlaces) -> bool {
+    let device = stream.device();
     let of_layer = |layer: &LayerPlaces| [layer.qkv, layer.attn_output, layer.gate_up, layer.ffn_down];
-    let mut all = places.layers.iter().flat_map(of_layer).chain([places.output]);
-    [shape.hidden, shape.query_width(), shape.ffn]
-        .into_iter()
-        .all(|inputs| small_rows::takes(stream.device(), inputs, MOST_ROWS))
-        && all.all(|place| place.form == Form::Half || takes_normed_rows(stream, place, MOST_ROWS))
+    places.layers.iter().flat_map(of_layer).chain([places.output]).all(|place| match place.form {
+        Form::Half => small_rows::takes(device, place.shape.inputs, MOST_ROWS),
+        // As many as are few, or as many as are not.
+        Form::FourBit => takes_wide(device, MOST_ROWS, Split::Fastest),
+    })
+}
+
+/// Whether so many rows are normalised where they are multiplied with this matrix.
+fn takes_normed(stream: &Stream, place: MatrixPlace, rows: usize) -> bool {
+    let (device, shape) = (stream.device(), place.shape);
+    match place.form {
+        Form::Half => small_rows::takes_normed(device, shape.inputs, rows),
+        Form::FourBit => four_bit::takes_few(device, shape, rows, true),
+    }
 }
 
 /// A product of few rows with a matrix of either form.
@@ -70,7 +80,7 @@ impl<T: Half + GemmOutput> Work<T> {
         let Self { memory, shape, x, normed, qkv, .. } = self;
         let (memory, shape) = (&*memory, &*shape);
         let width = shape.qkv_width();
-        let source = norm(stream, (memory, shape), tokens, places.attn_norm, (x, normed))?;
+        let source = norm(stream, (memory, shape), tokens, (places.attn_norm, places.qkv), (x, normed))?;
         let ending = Ending::Store(qkv.part_mut(0..tokens * width)?);
         multiply(stream, memory, &source, places.qkv, &ending)
     }
@@ -89,7 +99,8 @@ impl<T: Half + GemmOutput> Work<T> {
         let ending = Ending::Add(x.part_mut(0..tokens * hidden)?);
         multiply(stream, memory, &source, places.attn_output, &ending)?;
 
-        let source = norm(stream, (memory, shape), tokens, places.ffn_norm, (&mut *x, normed))?;
+        let source =
+            norm(stream, (memory, shape), tokens, (places.ffn_norm, places.gate_up), (&mut *x, normed))?;
         let ending = Ending::Silu(activated.part_mut(0..tokens * ffn)?);
         multiply(stream, memory, &source, places.gate_up, &ending)?;
 
@@ -102,7 +113,7 @@ impl<T: Half + GemmOutput> Work<T> {
     pub(super) fn few_head(&mut self, stream: &Stream, tokens: usize) -> Result<(), CudaError> {
         let Self { memory, shape, places, x, normed, logits, .. } = self;
         let (memory, shape) = (&*memory, &*shape);
-        let source = norm(stream, (memory, shape), tokens, places.output_norm, (x, normed))?;
+        let source = norm(stream, (memory, shape), tokens, (places.output_norm, places.output), (x, normed))?;
         let ending = Ending::Single(logits.part_mut(0..tokens * shape.vocabulary)?);
         multiply(stream, memory, &source, places.output, &ending)
     }
@@ -116,18 +127,18 @@ impl<T: Half + GemmOutput> Work<T> {
     }
 }
 
-/// The residual stream, to be normalised in the product behind where it can be, else normalised now.
+/// The residual stream, to be normalised in the product with `behind` where it can be, else normalised now.
 fn norm<'a, T: Half>(
     stream: &Stream,
     (memory, shape): (&'a DecoderMemory, &DecoderShape),
     tokens: usize,
-    weight: Place,
+    (weight, behind): (Place, MatrixPlace),
     (x, normed): (&'a mut Buffer<f32>, &'a mut Buffer<T>),
 ) -> Result<Source<'a, T>, CudaError> {
     let range = 0..tokens * shape.hidden;
     let weight = view(&memory.weights, memory.offset, weight)?;
     let epsilon = shape.epsilon;
-    if small_rows::takes_normed(stream.device(), shape.hidden, tokens) {
+    if takes_normed(stream, behind, tokens) {
         return Ok(Source::Normed { x: x.part(range)?, weight, epsilon });
     }
     let (x, out) = (x.part_mut(range.clone())?, normed.part_mut(range.clone())?);

@@ -126,7 +126,7 @@ impl<T: Half + GemmOutput> Work<T> {
             prefill: PrefillPlan::new(stream, &layout, shape.heads, (tokens, rows))?,
             copies: BlockCopies::with_capacity(stream, layout, blocks, COPIES)?,
             products,
-            few_rows: !exact && few::takes(stream, &shape, &places),
+            few_rows: !exact && few::takes(stream, &places),
             sampler: Sampler::new(stream, shape.vocabulary, draws, ranks, adjustments)?,
             ring: PinnedRing::new(stream.device(), RING_SLOTS, RING_BYTES)?,
             x: Buffer::zeroed(stream, product("scratch memory", &[tokens, shape.hidden])?)?,

@@ -9,10 +9,10 @@ use super::shape::MatrixPlace;
 use crate::cuda::buffer::{Buffer, View, ViewMut};
 use crate::cuda::elementwise::silu_mul;
 use crate::cuda::error::CudaError;
-use crate::cuda::four_bit::{self, Split, takes_wide, wide, widen};
+use crate::cuda::four_bit::{Split, takes_wide, wide, widen};
 use crate::cuda::gemm::{Gemm, GemmOutput, Tuning};
 use crate::cuda::launch::Half;
-use crate::cuda::small_rows::{self, Ending};
+use crate::cuda::small_rows::Ending;
 use crate::cuda::stream::Stream;
 use crate::four_bit::Form;
 
@@ -153,14 +153,4 @@ impl<T: Half + GemmOutput> Products<T> {
         gemm.tune::<T, O>(stream, first.shape, Tuning { x, weights: &weights, out, most: PROPOSALS })?;
         Ok(())
     }
-}
-
-/// Whether a matrix of four bits is multiplied by all rows up to `most` that are normalised where they are multiplied, and by others as they are.
-pub(super) fn takes_normed_rows(stream: &Stream, place: MatrixPlace, most: usize) -> bool {
-    let device = stream.device();
-    (1..=most).all(|rows| {
-        let normed = small_rows::takes_normed(device, place.shape.inputs, rows);
-        takes_wide(device, rows, Split::Fastest)
-            && (!normed || four_bit::takes_few(device, place.shape, rows, true))
-    })
 }

@@ -6,10 +6,10 @@ use crate::four_bit::{FOUR_BIT_TILE, FOUR_BIT_UNIT};
 
 /// Shared memory that a block may have.
 pub(super) const SHARED: usize = 226 << 10;
-/// That of a block that leaves as much to another.
-const SHARED_BY_TWO: usize = 112 << 10;
+/// More than half of a multiprocessor's: a block that has as much has it for itself, as every block of few rows does.
+const SHARED_ALONE: usize = 115_968;
 /// Most rows that are few, and of those that are normalised where they are multiplied.
-const MOST_FEW: usize = 8;
+const MOST_FEW: usize = 16;
 const MOST_NORMED: usize = 2;
 /// Most rows that are multiplied by these kernels: more are the library's, with the weights as elements.
 pub(super) const MOST_WIDE: usize = 512;
@@ -25,34 +25,41 @@ const UNIT_BYTES: usize = 640;
 /// Forms of few rows, as in `four_bit_sm90.cu`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Few {
-    /// Two blocks of a multiprocessor.
+    /// At most 8 rows.
     Plain,
     /// The same, of rows so long that blocks read less ahead.
     Long,
-    /// One block of a multiprocessor.
-    Alone,
     /// Normalised first.
     Normed,
+    /// At most 16 rows.
+    Of16,
 }
 
 impl Few {
-    pub(super) const ALL: [Self; 4] = [Self::Plain, Self::Long, Self::Alone, Self::Normed];
+    pub(super) const ALL: [Self; 4] = [Self::Plain, Self::Long, Self::Normed, Self::Of16];
 
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Plain => "few",
             Self::Long => "few_long",
-            Self::Alone => "few_alone",
             Self::Normed => "few_normed",
+            Self::Of16 => "few16",
         }
     }
 
     /// Units that a warp reads ahead.
     fn stages(self) -> usize {
         match self {
-            Self::Plain | Self::Normed => 8,
-            Self::Long => 6,
-            Self::Alone => 12,
+            Self::Plain | Self::Normed | Self::Of16 => 4,
+            Self::Long => 2,
+        }
+    }
+
+    /// Rows, in eights.
+    fn columns(self) -> usize {
+        match self {
+            Self::Plain | Self::Long | Self::Normed => 1,
+            Self::Of16 => 2,
         }
     }
 
@@ -60,8 +67,7 @@ impl Few {
     fn shared(self, rows: usize, units: usize, tiles: usize) -> usize {
         WARPS * self.stages() * UNIT_BYTES
             + rows * (units * FOUR_BIT_UNIT * 2 + PAD)
-            + units * 64
-            + (tiles + WARPS) * 512
+            + (units * 64 + (tiles + WARPS) * 512) * self.columns()
     }
 }
 
@@ -82,15 +88,14 @@ impl FewPlan {
         }
         let (tiles, units) = (outputs / FOUR_BIT_TILE, inputs / FOUR_BIT_UNIT);
         let blocks = tiles.min(multiprocessors as usize);
-        let shared = |form: Few| form.shared(rows, units, tiles.div_ceil(blocks));
-        let form = if normed {
-            Few::Normed
-        } else {
-            let pair = [Few::Plain, Few::Long].into_iter().find(|&form| shared(form) <= SHARED_BY_TWO);
-            pair.unwrap_or(Few::Alone)
+        let forms: &[Few] = match rows {
+            _ if normed => &[Few::Normed],
+            0..=8 => &[Few::Plain, Few::Long],
+            _ => &[Few::Of16],
         };
-        let shared = Some(shared(form)).filter(|&shared| shared <= SHARED)?;
-        Some(Self { form, blocks: blocks as u32, shared: shared as u32 })
+        let shared = |form: Few| form.shared(rows, units, tiles.div_ceil(blocks));
+        let form = forms.iter().copied().find(|&form| shared(form) <= SHARED)?;
+        Some(Self { form, blocks: blocks as u32, shared: shared(form).max(SHARED_ALONE) as u32 })
     }
 }
 

@@ -155,7 +155,7 @@ fn products<T: Half>(bench: &mut Bench, matrix: &Matrix, rows: usize) -> Result<
         let source = Source::Rows(x_there.all());
         endings::<T>(bench, &wanted("few", ADDING), |ending| few(&stream, &source, tiles(ending)?, ending))?;
     }
-    // There weights are rounded: their scales, and they themselves.
+    // There weights are rounded.
     for split in [Split::Fastest, Split::OneForAllRows] {
         if takes_wide(stream.device(), rows, split) {
             endings::<T>(bench, &wanted(&format!("wide {split:?}"), T::ROUNDING / 2.0), |ending| {
