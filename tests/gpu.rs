@@ -21,7 +21,7 @@ fn yaml(folder: &Path, ordinal: u32) -> String {
     let cpu = tiny::yaml(folder);
     let path = folder.join("tiny.gguf");
     format!(
-        "{cpu}  far:\n    path: {}\n    device: cuda:{ordinal}\n    kv_dtype: fp8\n    kv_memory: 4096 tokens\n",
+        "{cpu}  far:\n    path: {}\n    device: cuda:{ordinal}\n    kv_memory: 4096 tokens\n",
         path.display()
     )
 }
@@ -51,7 +51,8 @@ fn status(daemon: &Daemon) -> Option<Value> {
 fn a_model_on_a_gpu_that_is_not_there_says_so_and_the_other_model_serves() {
     let folder = tempfile::tempdir().expect("a folder");
     let ordinal = ordinal(0);
-    let daemon = Site::new(&yaml(folder.path(), ordinal)).spawn();
+    let config = format!("{}    kv_dtype: fp8\n", yaml(folder.path(), ordinal));
+    let daemon = Site::new(&config).spawn();
     let far = failed(&daemon);
     let error = far["state"]["error"].as_str().unwrap_or_default();
     assert!(is_of_gpus(error) && !error.contains('\n'), "{far}");
