@@ -3,8 +3,11 @@
 use std::env;
 use std::ffi::OsStr;
 use std::fs;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode};
+use std::process::{self, Child, Command, ExitCode};
+use std::time::SystemTime;
 
 /// Machine code for Ampere, Ada and Hopper, and code that a driver compiles for what comes after.
 const TARGETS: [&str; 4] = [
@@ -13,8 +16,22 @@ const TARGETS: [&str; 4] = [
     "-gencode=arch=compute_90a,code=sm_90a",
     "-gencode=arch=compute_80,code=compute_80",
 ];
+/// What else decides what comes out.
+const FLAGS: [&str; 6] = [
+    "-O3",
+    "-std=c++17",
+    "--fatbin",
+    "-lineinfo",
+    "-Werror=all-warnings",
+    // An eighth of the default's size; every driver that is new enough takes it.
+    "--compress-mode=size",
+];
 /// Compilers that run side by side.
 const PARALLEL: usize = 2;
+/// Fatbins by what they are made of: a program, its tests and its documentation are built apart, each with the same kernels.
+const CACHE: &str = "../.cache/fatbins";
+/// Fatbins that are kept of each kernel.
+const KEPT: usize = 4;
 
 fn main() -> ExitCode {
     println!("cargo::rerun-if-changed=build.rs");
@@ -35,41 +52,128 @@ fn compile_all() -> Result<(), String> {
     println!("cargo::rerun-if-env-changed=NVCC");
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo gave no OUT_DIR")?);
     let nvcc = nvcc()?;
-    let mut waiting = sources(Path::new("cuda"))?.into_iter();
-    let mut running: Vec<(PathBuf, Child)> = Vec::new();
+    let headers = headers(&nvcc)?;
+    let mut waiting = Vec::new();
+    for source in sources(Path::new("cuda"))? {
+        let kernel = Kernel::of(&source, &headers, &out)?;
+        if fs::copy(&kernel.cached, &kernel.fatbin).is_err() {
+            waiting.push(kernel);
+        }
+    }
+    let mut waiting = waiting.into_iter();
+    let mut running: Vec<(Kernel, Child)> = Vec::new();
     loop {
         while running.len() < PARALLEL
-            && let Some(source) = waiting.next()
+            && let Some(kernel) = waiting.next()
         {
-            running.push((source.clone(), start(&nvcc, &source, &out)?));
+            let child = start(&nvcc, &kernel)?;
+            running.push((kernel, child));
         }
         if running.is_empty() {
             return Ok(());
         }
-        let (source, mut child) = running.remove(0);
-        let status = child.wait().map_err(|e| format!("{}: {e}", source.display()))?;
+        let (kernel, mut child) = running.remove(0);
+        let source = kernel.source.display();
+        let status = child.wait().map_err(|e| format!("{source}: {e}"))?;
         if !status.success() {
             for (_, mut other) in running {
                 // Its own errors are on the screen as well.
                 let _ = other.wait();
             }
-            return Err(format!("nvcc did not compile {}: {status}", source.display()));
+            return Err(format!("nvcc did not compile {source}: {status}"));
         }
+        // Where it cannot be kept, it is compiled again.
+        let _ = kernel.keep();
     }
+}
+
+/// A source, and where its fatbin goes and is kept.
+struct Kernel {
+    source: PathBuf,
+    fatbin: PathBuf,
+    cached: PathBuf,
+}
+
+impl Kernel {
+    fn of(source: &Path, headers: &DefaultHasher, out: &Path) -> Result<Self, String> {
+        let mut hasher = headers.clone();
+        read(source)?.hash(&mut hasher);
+        let name = source.file_stem().unwrap_or_default().to_string_lossy();
+        Ok(Self {
+            source: source.to_owned(),
+            fatbin: out.join(format!("{name}.fatbin")),
+            cached: Path::new(CACHE).join(format!("{name}-{:016x}.fatbin", hasher.finish())),
+        })
+    }
+
+    /// Keeps the fatbin for other builds, and no more than [`KEPT`] of this kernel.
+    fn keep(&self) -> io::Result<()> {
+        fs::create_dir_all(CACHE)?;
+        // Nobody sees a part of it.
+        let part = self.cached.with_extension(process::id().to_string());
+        fs::copy(&self.fatbin, &part)?;
+        fs::rename(&part, &self.cached)?;
+        let of_kernel = |path: &Path| {
+            let name = path.file_stem()?.to_str()?;
+            let (name, _) = name.rsplit_once('-')?;
+            Some(self.source.file_stem()? == name)
+        };
+        let mut kept: Vec<(SystemTime, PathBuf)> = Vec::new();
+        for entry in fs::read_dir(CACHE)? {
+            let entry = entry?;
+            if of_kernel(&entry.path()) == Some(true) {
+                kept.push((entry.metadata()?.modified()?, entry.path()));
+            }
+        }
+        kept.sort();
+        for (_, oldest) in kept.iter().rev().skip(KEPT) {
+            fs::remove_file(oldest)?;
+        }
+        Ok(())
+    }
+}
+
+/// A hash of the compiler, its flags and all headers, to which that of a source is added.
+fn headers(nvcc: &Path) -> Result<DefaultHasher, String> {
+    let version = Command::new(nvcc).arg("--version").output();
+    let version = version.map_err(|e| format!("{}: {e}", nvcc.display()))?;
+    let mut hasher = DefaultHasher::new();
+    (FLAGS, TARGETS, version.stdout).hash(&mut hasher);
+    let mut folders = vec![PathBuf::from("cuda")];
+    while let Some(folder) = folders.pop() {
+        for header in files(&folder, &["cuh", "h"])? {
+            (read(&header)?, header).hash(&mut hasher);
+        }
+        folders.extend(entries(&folder)?.into_iter().filter(|path| path.is_dir()));
+    }
+    Ok(hasher)
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, String> {
+    fs::read(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
 /// The kernels: `*.cu` of a folder.
 fn sources(folder: &Path) -> Result<Vec<PathBuf>, String> {
-    let failed = |e| format!("{}: {e}", folder.display());
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).map_err(failed)? {
-        let path = entry.map_err(failed)?.path();
-        if path.extension() == Some(OsStr::new("cu")) {
-            found.push(path);
-        }
-    }
-    found.sort();
+    files(folder, &["cu"])
+}
+
+/// Files of a folder with one of these extensions, in order.
+fn files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, String> {
+    let mut found = entries(folder)?;
+    found.retain(|path| {
+        path.extension().and_then(OsStr::to_str).is_some_and(|found| extensions.contains(&found))
+    });
     Ok(found)
+}
+
+/// What a folder has, in order.
+fn entries(folder: &Path) -> Result<Vec<PathBuf>, String> {
+    let paths = fs::read_dir(folder)
+        .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>());
+    let mut paths = paths.map_err(|e| format!("{}: {e}", folder.display()))?;
+    paths.sort();
+    Ok(paths)
 }
 
 /// The compiler: `$NVCC`, what `make cuda-toolchain` fetched, or the one on the path.
@@ -93,17 +197,12 @@ fn nvcc() -> Result<PathBuf, String> {
     })
 }
 
-fn start(nvcc: &Path, source: &Path, out: &Path) -> Result<Child, String> {
-    let name = source.file_stem().unwrap_or_default();
-    let fatbin = out.join(name).with_extension("fatbin");
+fn start(nvcc: &Path, kernel: &Kernel) -> Result<Child, String> {
     Command::new(nvcc)
-        .args(["-O3", "-std=c++17", "--fatbin", "-lineinfo", "-Werror=all-warnings"])
-        // An eighth of the default's size; every driver that is new enough takes it.
-        .arg("--compress-mode=size")
+        .args(FLAGS)
         .args(TARGETS)
         .arg("-o")
-        .arg(fatbin)
-        .arg(source)
+        .args([&kernel.fatbin, &kernel.source])
         .spawn()
         .map_err(|e| format!("{}: {e}", nvcc.display()))
 }

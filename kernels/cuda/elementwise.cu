@@ -1,4 +1,5 @@
 // Activation, embedding, copies of blocks, seeded weights.
+#include "attention/tensor.cuh"
 #include "common.cuh"
 
 struct SiluArgs {
@@ -10,6 +11,8 @@ struct SiluArgs {
 
 // out = gate / (1 + exp(-gate)) * up, a pack a thread.
 template <class T> __device__ __forceinline__ void silu_mul(const SiluArgs& a) {
+    pagedd::let_next_kernel_start();
+    pagedd::wait_for_previous_kernel();
     const uint32_t row = blockIdx.x / a.row_blocks, pack = blockIdx.x % a.row_blocks * blockDim.x + threadIdx.x;
     if (pack >= a.row_packs) return;
     const T* gates = static_cast<const T*>(a.gate_up) + size_t(row) * a.row_packs * 2 * Pack<T>::SIZE;

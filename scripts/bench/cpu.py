@@ -98,6 +98,11 @@ def built():
     return pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release"
 
 
+def model_path(path):
+    """A model's path for a configuration file in another folder; what names no file stays as it is."""
+    return str(pathlib.Path(path).absolute()) if pathlib.Path(path).exists() else path
+
+
 def pagedd(binaries, work, model, lines, limit=180, cgroup=None, environment=None):
     """Starts pagedd with one model, whose section of the configuration has `lines`, and one tenant; and what asks `pagedctl`."""
     if not (binaries / "pagedd").exists():

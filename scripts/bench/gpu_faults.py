@@ -132,9 +132,8 @@ def main():
     points = (options.points or binaries / "points").absolute()
     if not (points / "pagedd-worker").exists():
         cpu.die(f"{points / 'pagedd-worker'} is missing; build it: make gpu-bundle")
-    path = pathlib.Path(options.path)
     length = options.input_len + options.output_len + 64
-    lines = [f"path: {path.absolute() if path.exists() else options.path}", f"device: {options.device}", f"max_num_seqs: {options.streams}",
+    lines = [f"path: {cpu.model_path(options.path)}", f"device: {options.device}", f"max_num_seqs: {options.streams}",
              f"max_num_batched_tokens: {options.budget}", f"max_model_len: {length}", f"kv_memory: {options.streams * length * 5 // 4} tokens"]
     lines += ["deterministic: true"] * options.deterministic
     rows, failed, undisturbed = [], False, None

@@ -143,7 +143,7 @@ def main():
         with tempfile.TemporaryDirectory(prefix="pagedd-bench-") as work:
             seats = min(max(options.concurrency), budget)
             room = 2 * max(options.concurrency) * (options.input_len + options.output_len)
-            lines = [f"path: {options.path}", f"device: {options.device}", f"max_num_batched_tokens: {budget}", f"max_num_seqs: {seats}",
+            lines = [f"path: {cpu.model_path(options.path)}", f"device: {options.device}", f"max_num_batched_tokens: {budget}", f"max_num_seqs: {seats}",
                      f"max_model_len: {options.input_len + options.output_len + 64}", f"kv_memory: {room} tokens",
                      *filter(None, options.settings.split(";"))]
             server, _ = cpu.pagedd(options.binaries, pathlib.Path(work), "bench", lines)

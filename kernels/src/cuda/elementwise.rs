@@ -6,7 +6,7 @@ use pagedd_core::BlockId;
 use super::batch::DeviceKvLayout;
 use super::buffer::{Buffer, Plain, View, ViewMut};
 use super::error::CudaError;
-use super::launch::{Grid, Half, Params, launch};
+use super::launch::{Grid, Half, Params, launch, launch_early};
 use super::norm::{PACK, blocks, dimension, warps, whole_rows};
 use super::pinned::PinnedRing;
 use super::sample::Drawn;
@@ -61,8 +61,9 @@ pub fn silu_mul<T: Half>(
     let all = blocks("rows", product("activation output", &[rows, row_blocks])?)?;
     let grid = Grid { blocks: (all, 1), threads: THREADS as u32, shared: 0 };
     let kernel = &stream.device().kernels().silu_mul[T::INDEX];
-    // SAFETY: of row `i < rows`, packs below `row_packs` of `out`, and the two packs of each in `gate_up`, which is twice as long.
-    unsafe { launch(stream, kernel, "SiLU", grid, params) }
+    // SAFETY: of row `i < rows`, packs below `row_packs` of `out`, and the two packs of each in `gate_up`, which is twice as long. The kernel waits
+    // for the one before it first of all.
+    unsafe { launch_early(stream, kernel, "SiLU", grid, params) }
 }
 
 /// Where a token of a step comes from.

@@ -247,12 +247,15 @@ pub(super) unsafe fn launch_with<P: Params>(
     let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: how.cluster, y: 1, z: 1 };
     let early = Value { programmaticStreamSerializationAllowed: 1 };
     let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
-    let mut attributes: Vec<sys::CUlaunchAttribute> = Vec::with_capacity(2);
-    if how.early && stream.device().info().capability == (9, 0) {
-        attributes.push(attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, early));
+    let early = attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, early);
+    let cluster = attribute(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, Value { clusterDim: cluster });
+    let (mut attributes, mut count) = ([early, cluster], 2);
+    if how.cluster <= 1 {
+        count -= 1;
     }
-    if how.cluster > 1 {
-        attributes.push(attribute(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, Value { clusterDim: cluster }));
+    if !how.early || stream.device().info().capability != (9, 0) {
+        attributes.swap(0, 1);
+        count -= 1;
     }
     let config = sys::CUlaunchConfig {
         gridDimX: grid.blocks.0,
@@ -264,7 +267,7 @@ pub(super) unsafe fn launch_with<P: Params>(
         sharedMemBytes: grid.shared,
         hStream: stream.inner().cu_stream(),
         attrs: attributes.as_mut_ptr(),
-        numAttrs: attributes.len() as u32,
+        numAttrs: count,
     };
     let mut params = params;
     let mut pointers = [(&raw mut params).cast::<c_void>()];

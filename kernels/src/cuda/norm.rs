@@ -4,7 +4,7 @@
 use super::batch::Indices;
 use super::buffer::{View, ViewMut};
 use super::error::CudaError;
-use super::launch::{Grid, Half, Params, launch, launch_early};
+use super::launch::{Grid, Half, Params, launch_early};
 use super::stream::Stream;
 use crate::error::{ShapeError, length, product};
 
@@ -81,14 +81,10 @@ pub fn add_rms_norm<T: Half>(stream: &Stream, args: AddNorm<'_, T>) -> Result<()
     };
     let grid = Grid { blocks: (blocks("rows", count)?, 1), threads: warps(threads), shared: 0 };
     let kernel = &stream.device().kernels().add_rms_norm[T::INDEX];
-    if delta.is_none() {
-        // Such norms stand between products of few rows, which start early as well.
-        // SAFETY: as below; the kernel waits for the one before it first of all.
-        return unsafe { launch_early(stream, kernel, "RMSNorm", grid, params) };
-    }
     // SAFETY: `count` blocks each read row `rows[i] < all` of `x` and `delta` and write row `i` of `out`, all `hidden` long, a whole number of
-    // packs, which 4 packs for each of the threads cover. `x`, where written, and `out` are borrowed mutably.
-    unsafe { launch(stream, kernel, "RMSNorm", grid, params) }
+    // packs, which 4 packs for each of the threads cover. `x`, where written, and `out` are borrowed mutably. The kernel waits for the one before it
+    // first of all.
+    unsafe { launch_early(stream, kernel, "RMSNorm", grid, params) }
 }
 
 /// Threads of a block in whole warps, 1,024 at most.

@@ -6,7 +6,6 @@ use super::buffer::{Buffer, View, ViewMut};
 use super::error::CudaError;
 use super::launch::{Grid, Half, Params, launch, launch_early};
 use super::norm::{PACK, blocks, dimension, warps};
-use super::small_rows::MOST_ROWS;
 use super::stream::Stream;
 use crate::cpu::ops::Pairing;
 use crate::e4m3::DeviceKvElement;
@@ -187,13 +186,8 @@ pub fn rope_into_kv<T: Half>(stream: &Stream, args: RopeIntoKv<'_, T>) -> Result
         DeviceKvElement::Half => &kernels.rope_into_kv[T::INDEX],
         DeviceKvElement::E4m3 => &kernels.rope_into_kv_e4m3[T::INDEX],
     };
-    if tokens <= MOST_ROWS {
-        // Between products of few rows, which start early as well.
-        // SAFETY: as below; the kernel waits for the one before it first of all.
-        return unsafe { launch_early(stream, kernel, "RoPE and KV write", grid, params) };
-    }
     // SAFETY: a block per token, each within its row of `qkv`, `width` elements, and its row of turns, `d / 2`. Having the batch tells that
     // every token's row, position and block are inside the tables and the capacity; `layer` is one of the layout's, so that all writes are
-    // inside the arena, whose length was checked. `qkv` and `arena` are borrowed mutably.
-    unsafe { launch(stream, kernel, "RoPE and KV write", grid, params) }
+    // inside the arena, whose length was checked. `qkv` and `arena` are borrowed mutably. The kernel waits for the one before it first of all.
+    unsafe { launch_early(stream, kernel, "RoPE and KV write", grid, params) }
 }

@@ -8,7 +8,7 @@ use super::{Attention, MAX_COUNT, PagedKv, PlanShape, Queries, check_batch};
 use crate::cuda::batch::{BatchRow, DeviceBatch, DeviceKvLayout};
 use crate::cuda::buffer::Buffer;
 use crate::cuda::error::CudaError;
-use crate::cuda::launch::{Grid, Half, Params, launch};
+use crate::cuda::launch::{Grid, Half, Params, launch_early};
 use crate::cuda::norm::{blocks, dimension};
 use crate::cuda::pinned::PinnedRing;
 use crate::cuda::stream::Stream;
@@ -164,6 +164,7 @@ pub fn prefill<T: Half>(
     let count = blocks("prefill units", plan.host.len() * plan.shape.kv_heads)?;
     let grid = Grid { blocks: (count, 1), threads: kernel.threads, shared: kernel.shared };
     // SAFETY: a block for each unit and KV head. The units are of rows of this batch, as it is now (the stamp), cut for this kernel's tile; tokens,
-    // tables and blocks of those rows are inside queries, outputs, tables and arena, as `params` proved. `out` is borrowed mutably.
-    unsafe { launch(stream, kernel.functions.get::<T>()?, "prefill attention", grid, params) }
+    // tables and blocks of those rows are inside queries, outputs, tables and arena, as `params` proved. `out` is borrowed mutably. The kernel waits
+    // for the one before it first of all.
+    unsafe { launch_early(stream, kernel.functions.get::<T>()?, "prefill attention", grid, params) }
 }
