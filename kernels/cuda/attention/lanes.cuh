@@ -1,5 +1,6 @@
 // The work lists of a decode step that need not be exact: what the CTAs of a KV head read is cut into as many parts of the same length as there are CTAs,
-// wherever that is in a sequence. Each has the same number of bytes to read then, one long context among short ones or not, and few rows have partial results.
+// wherever that is in a sequence. A sequence counts for what it costs beside its bytes, too, so that a CTA with many short ones has fewer bytes to read.
+// Few rows have partial results.
 #pragma once
 #include <climits>
 
@@ -11,14 +12,20 @@ namespace pagedd {
 constexpr int kCutTokens = 64;
 /// A piece of a sequence is at least so many cuts long, if the sequence is.
 constexpr int kLeastCuts = 2;
+/// What a sequence costs a CTA beside its tokens (its queries, a round that begins anew, merging warps), in cuts: of those shorter than what a CTA reads.
+/// A longer one is the first that a CTA meets, and every CTA has one.
+constexpr int kSequenceCuts = 2;
 constexpr int kMostLanes = 512;
 
 __device__ __forceinline__ int cuts_of(int tokens) { return (tokens + kCutTokens - 1) / kCutTokens; }
 
+/// What a sequence of `cuts` counts for beside them, where a CTA has `share` of them: that lies before its first token.
+__device__ __forceinline__ int lead_of(int cuts, int share) { return cuts > 0 && cuts < share ? kSequenceCuts : 0; }
+
 struct LanesShared {
     int sums[32];
     int load[kMostLanes];      // of each lane, cuts of groups
-    int cut[kMostLanes + 1];   // part i of what sequences read for themselves is [cut[i], cut[i + 1])
+    int cut[kMostLanes + 1];   // part i of the sequences' extents, laid end to end, is [cut[i], cut[i + 1])
     int lane_of[kMostLanes];   // who reads part i
     int first_in[kMostLanes];  // which of the sequences that read anything is the first in part i
     int count[kMostLanes];     // sequences in part i
@@ -48,7 +55,7 @@ __device__ __forceinline__ int sum_before(int own, LanesShared& shared, int& tot
 /// Units of groups that a lane has: they lie in turns.
 __device__ __forceinline__ int group_units(int units, int lanes, int lane) { return (units + lanes - 1 - lane) / lanes; }
 
-/// The part that has the cut `at`.
+/// The part that has the place `at` of all extents.
 __device__ __forceinline__ int part_at(const LanesShared& shared, int parts, int at) {
     int low = 0;
     int high = parts;
@@ -88,8 +95,13 @@ __device__ __forceinline__ int cut_parts(LanesShared& shared, int lanes, int all
     return parts;
 }
 
-/// Where a sequence of `cuts` is cut that would be at `at`: pieces that are too short go to a neighbour.
+/// Where a sequence of `cuts` is cut that would be at `at` of them, or before them: pieces that are too short go to a neighbour.
 __device__ __forceinline__ int cut_inside(int at, int cuts) { return at < kLeastCuts ? 0 : cuts - at < kLeastCuts ? cuts : at; }
+
+/// Of a sequence, what it reads for itself, in cuts.
+__device__ __forceinline__ int own_cuts(const DecodePlanParams& params, int s) {
+    return params.contexts[s] > 0 ? cuts_of(params.contexts[s] - shared_part(params, s).tokens) : 0;
+}
 
 /// Lists the units of a step, part by part: unit n of lane j is at j + n * lanes.
 __device__ __forceinline__ void decode_plan_lanes(const DecodePlanParams& params) {
@@ -115,15 +127,23 @@ __device__ __forceinline__ void decode_plan_lanes(const DecodePlanParams& params
     }
     int own = 0;
     for (int s = thread; s < params.sequences; s += kPlanThreads) {
-        own += cuts_of(params.contexts[s] - shared_part(params, s).tokens);
+        own += own_cuts(params, s);
     }
     int all_of_groups;
     int all;
     sum_before(of_groups, shared, all_of_groups);
     sum_before(own, shared, all);
+    const int share = (all + all_of_groups + lanes - 1) / lanes;
+    int leads = 0;
+    for (int s = thread; s < params.sequences; s += kPlanThreads) {
+        leads += lead_of(own_cuts(params, s), share);
+    }
+    int all_leads;
+    sum_before(leads, shared, all_leads);
+    all += all_leads;
     const int parts = cut_parts(shared, lanes, all, all_of_groups);
 
-    int cuts_total = 0;
+    int extent_total = 0;
     int number_total = 0;
     int slot_total = 0;
     for (int chunk = 0; chunk < params.sequences; chunk += kPlanThreads) {
@@ -140,8 +160,10 @@ __device__ __forceinline__ void decode_plan_lanes(const DecodePlanParams& params
             __trap();
         }
         int sum;
-        const int begin = cuts_total + sum_before(cuts, shared, sum);
-        cuts_total += sum;
+        const int lead = lead_of(cuts, share);
+        // Where its own cuts begin.
+        const int begin = extent_total + sum_before(lead + cuts, shared, sum) + lead;
+        extent_total += sum;
         const int number = number_total + sum_before(cuts > 0 ? 1 : 0, shared, sum);
         number_total += sum;
 
@@ -149,10 +171,14 @@ __device__ __forceinline__ void decode_plan_lanes(const DecodePlanParams& params
         int first = 0;
         int last = -1;
         if (cuts > 0) {
-            first = part_at(shared, parts, begin);
+            first = part_at(shared, parts, begin - lead);
             last = part_at(shared, parts, begin + cuts - 1);
-            first += first < last && cut_inside(shared.cut[first + 1] - begin, cuts) == 0;
-            last -= first < last && cut_inside(shared.cut[last] - begin, cuts) == cuts;
+            while (first < last && cut_inside(shared.cut[first + 1] - begin, cuts) == 0) {
+                ++first;
+            }
+            while (first < last && cut_inside(shared.cut[last] - begin, cuts) == cuts) {
+                --last;
+            }
             for (int i = first; i <= last; ++i) {
                 atomicMin(&shared.first_in[i], number);
             }

@@ -317,11 +317,11 @@ impl fmt::Debug for Gemm {
     }
 }
 
-/// The largest number of rows that shares an algorithm with `rows`: powers of two, and steps of 64 from 256 to 512, where a product takes
+/// The largest number of rows that shares an algorithm with `rows`: powers of two, and steps of 64 from 128 to 512, where a product takes
 /// as long as its tiles, no longer as long as its weights take to read.
 pub(super) fn bucket(rows: usize) -> usize {
     match rows {
-        257..=512 => rows.next_multiple_of(64),
+        129..=512 => rows.next_multiple_of(64),
         _ => rows.checked_next_power_of_two().unwrap_or(usize::MAX),
     }
 }

@@ -137,6 +137,10 @@ fn check_element<T: Half>(
         let uneven: Vec<Sequence> =
             [(9, 9), (3000, 1), (1, 1), (64, 1), (65, 1), (1500, 1)].into_iter().collect();
         Problem::<T>::new(bench, shape(2, 4, 16, false), &uneven)?.shares_nothing(bench)?;
+        // Many short ones beside long ones, which are cut between short ones, too.
+        let short = (0..150).map(|i| (1 + i % 130, 1));
+        let beside: Vec<Sequence> = [(9, 9), (3000, 1)].into_iter().chain(short).chain([(1500, 1)]).collect();
+        Problem::<T>::new(bench, shape(2, 4, 16, false), &beside)?.shares_nothing(bench)?;
         Problem::<T>::new(bench, shape(4, 1, 128, false), singles)?.shares_nothing(bench)?;
     }
     Ok(())
