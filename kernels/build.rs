@@ -52,7 +52,7 @@ fn compile_all() -> Result<(), String> {
     println!("cargo::rerun-if-env-changed=NVCC");
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo gave no OUT_DIR")?);
     let nvcc = nvcc()?;
-    let headers = headers(&nvcc)?;
+    let headers = hash_headers(&nvcc)?;
     let mut waiting = Vec::new();
     for source in sources(Path::new("cuda"))? {
         let kernel = Kernel::of(&source, &headers, &out)?;
@@ -82,8 +82,10 @@ fn compile_all() -> Result<(), String> {
             }
             return Err(format!("nvcc did not compile {source}: {status}"));
         }
-        // Where it cannot be kept, it is compiled again.
-        let _ = kernel.keep();
+        // What was changed meanwhile may have been read before or after; and where it cannot be kept, it is compiled again.
+        if Kernel::of(&kernel.source, &hash_headers(&nvcc)?, &out)?.cached == kernel.cached {
+            let _ = kernel.keep();
+        }
     }
 }
 
@@ -134,7 +136,7 @@ impl Kernel {
 }
 
 /// A hash of the compiler, its flags and all headers, to which that of a source is added.
-fn headers(nvcc: &Path) -> Result<DefaultHasher, String> {
+fn hash_headers(nvcc: &Path) -> Result<DefaultHasher, String> {
     let version = Command::new(nvcc).arg("--version").output();
     let version = version.map_err(|e| format!("{}: {e}", nvcc.display()))?;
     let mut hasher = DefaultHasher::new();

@@ -119,7 +119,7 @@ __device__ __forceinline__ uint8_t* layer_of(const RopeArgs& a, unsigned token, 
     return a.arena + block * a.block_stride + a.layer_offset;
 }
 
-// One block per token. A thread takes eight pairs of a head at a time.
+// Block (x, y) has token x, and shares its heads with the other y. A thread takes eight pairs of a head at a time.
 template <class T> __device__ __forceinline__ void rope_into_kv(const RopeArgs& a) {
     pagedd::let_next_kernel_start();
     pagedd::wait_for_previous_kernel();
@@ -130,7 +130,7 @@ template <class T> __device__ __forceinline__ void rope_into_kv(const RopeArgs& 
     unsigned slot;
     T* layer = reinterpret_cast<T*>(layer_of(a, token, slot));
 
-    for (unsigned index = threadIdx.x; index < all_heads * units; index += blockDim.x) {
+    for (unsigned index = blockIdx.y * blockDim.x + threadIdx.x; index < all_heads * units; index += gridDim.y * blockDim.x) {
         const unsigned head = index / units, unit = index % units;
         const Pairs pairs = load_pairs(a, from, token, head, unit);
         if (head < a.heads) {
@@ -172,7 +172,7 @@ template <class T> __device__ __forceinline__ void rope_into_kv_e4m3(const RopeA
     const unsigned teams = blockDim.x >> team_shift, team = threadIdx.x >> team_shift;
 
     // All threads of a warp take as many turns.
-    for (unsigned start = 0; start < all_heads; start += teams) {
+    for (unsigned start = blockIdx.y * teams; start < all_heads; start += gridDim.y * teams) {
         const unsigned head = start + team;
         const bool works = head < all_heads && unit < units;
         Pairs pairs = {};

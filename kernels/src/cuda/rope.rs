@@ -11,6 +11,11 @@ use crate::cpu::ops::Pairing;
 use crate::e4m3::DeviceKvElement;
 use crate::error::{KvError, length, product};
 
+/// Tokens whose heads are shared among blocks.
+const FEW_TOKENS: usize = 64;
+/// Threads of such a block.
+const FEW_THREADS: usize = 128;
+
 /// Cosines and sines for the tokens of a batch: computed once per step, used by every layer.
 #[derive(Debug)]
 pub struct DeviceAngles {
@@ -180,13 +185,16 @@ pub fn rope_into_kv<T: Half>(stream: &Stream, args: RopeIntoKv<'_, T>) -> Result
         unused: 0,
     };
     let units = all_heads * (d / (2 * PACK));
-    let grid = Grid { blocks: (blocks("tokens", tokens)?, 1), threads: warps(units.min(512)), shared: 0 };
+    // A thread of a few tokens' blocks does one thing: they wait for memory, not for each other.
+    let shares = if tokens <= FEW_TOKENS { units.div_ceil(FEW_THREADS) } else { 1 };
+    let threads = warps(units.div_ceil(shares).min(512));
+    let grid = Grid { blocks: (blocks("tokens", tokens)?, shares as u32), threads, shared: 0 };
     let kernels = stream.device().kernels();
     let kernel = match layout.element {
         DeviceKvElement::Half => &kernels.rope_into_kv[T::INDEX],
         DeviceKvElement::E4m3 => &kernels.rope_into_kv_e4m3[T::INDEX],
     };
-    // SAFETY: a block per token, each within its row of `qkv`, `width` elements, and its row of turns, `d / 2`. Having the batch tells that
+    // SAFETY: `shares` blocks per token, each within its row of `qkv`, `width` elements, and its row of turns, `d / 2`. Having the batch tells that
     // every token's row, position and block are inside the tables and the capacity; `layer` is one of the layout's, so that all writes are
     // inside the arena, whose length was checked. `qkv` and `arena` are borrowed mutably. The kernel waits for the one before it first of all.
     unsafe { launch_early(stream, kernel, "RoPE and KV write", grid, params) }
