@@ -88,6 +88,9 @@ fn every_number_of_rows_is_in_a_bucket_that_is_its_own() {
         let most = bucket(rows);
         assert!(most >= rows && bucket(most) == most && (most < 2 * rows || rows == 1), "{rows} in {most}");
     }
-    assert_eq!([128, 129, 192, 255, 257, 320, 449, 513].map(bucket), [128, 192, 192, 256, 320, 320, 512, 1024]);
+    assert_eq!(
+        [128, 129, 192, 255, 257, 320, 449, 513].map(bucket),
+        [128, 192, 192, 256, 320, 320, 512, 1024]
+    );
     assert_eq!(bucket(usize::MAX), usize::MAX);
 }
