@@ -1,5 +1,7 @@
 // Four-bit products beside bf16 ones: right against sums in double precision, and how long they take. A program of its own: `four_bit check few|wide|f16`,
 // `four_bit products ROWS ...`, `four_bit step ROWS ...`, `four_bit few|wide` (one launch of each, for a profiler).
+//
+// nvcc -O3 -std=c++17 -lineinfo -gencode=arch=compute_90a,code=sm_90a -cudart static -o four_bit four_bit.cu
 #include <dlfcn.h>
 
 #include <algorithm>

@@ -141,11 +141,6 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
             weights(unit);
             input(unit);
         }
-        __syncwarp();
-        arrive_at_cluster();
-        wait_for_cluster();
-        arrive_at_cluster();
-        wait_for_cluster();
     } else {
         // ---- the warps that multiply ----
         take_registers<kConsumer>();
@@ -164,6 +159,7 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
         const auto multiply_unit = [&](unsigned unit, uint32_t(&next)[4][4]) {
             const uint32_t at = ring + unit % kStages * Shape::kStageBytes;
             if (unit > 1) {
+                // One lane arrives for its warp, behind what all have read. (racecheck sees only what a lane did itself: it takes this for a race.)
                 __syncwarp();
                 if (lane == 0) barrier_arrive(empty + (unit - 2) % kStages * 8);
             }
@@ -196,11 +192,13 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
             to[8] = d[column][2];
             to[Shape::kPitch + 8] = d[column][3];
         }
-        // Only now: nothing of an earlier kernel is read or overwritten before its end.
-        wait_for_previous_kernel();
-        arrive_at_cluster();
-        wait_for_cluster();
-
+    }
+    // Only now: nothing of an earlier kernel is read or overwritten before its end.
+    __syncwarp();
+    wait_for_previous_kernel();
+    arrive_at_cluster();
+    wait_for_cluster();
+    if (warp < kConsumers) {
         // ---- the cluster's sums: rows rank, rank + ranks, ... are this CTA's ----
         constexpr bool kHalf = kEnding == Ending::kSilu;
         constexpr unsigned kPacks = Shape::kOutputs / (kHalf ? 8 : 4);
@@ -239,11 +237,11 @@ __device__ __forceinline__ void four_bit_wide(const FourBitWideParams& a) {
                 }
             }
         }
-        // Nobody leaves while others read.
-        __syncwarp();
-        arrive_at_cluster();
-        wait_for_cluster();
     }
+    // Nobody leaves while others read.
+    __syncwarp();
+    arrive_at_cluster();
+    wait_for_cluster();
 }
 
 }  // namespace pagedd
