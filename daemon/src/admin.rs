@@ -3,10 +3,14 @@
 //! **Owns** the listening unix socket. **Never** changes anything itself: commands go to the [`crate::daemon`] task, one after
 //! the other.
 
+use std::collections::BTreeMap;
+use std::future::Future;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixListener as StdListener;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pagedd_control::{Command, ControlError, ErrorCode, MAX_REQUEST_LINE, Response, decode_request, encode};
@@ -14,14 +18,14 @@ use pagedd_host::fdstore::FdStore;
 use pagedd_host::net::is_answered;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tracing::{info, warn};
 
 use crate::daemon::Event;
 
-/// Open admin connections.
+/// Open admin connections. Where there are more, the one whose client has been waited for the longest is closed.
 const CONNECTIONS: usize = 64;
-/// A connection that says nothing for this long is closed.
+/// A connection whose client says nothing, or reads nothing, for this long is closed.
 const IDLE: Duration = Duration::from_mins(5);
 /// How long a dead daemon's child may take to execute its program.
 const EXEC: Duration = Duration::from_secs(1);
@@ -86,21 +90,25 @@ impl AdminSocket {
 
     /// Serves until `events`, which takes the orders, is closed.
     pub async fn run(self, events: mpsc::Sender<Event>) {
-        let places = std::sync::Arc::new(Semaphore::new(CONNECTIONS));
+        let places = Arc::new(Semaphore::new(CONNECTIONS));
+        let waiting = Arc::new(Waiting::default());
         let ours = self.ours;
         loop {
-            let Ok(place) = places.clone().acquire_owned().await else { return };
             let accepted = tokio::select! {
                 accepted = self.listener.accept() => accepted,
                 () = events.closed() => return,
             };
             match accepted {
                 Ok((stream, _)) => {
-                    let events = events.clone();
+                    let place = tokio::select! {
+                        place = waiting.place(&places) => place,
+                        () = events.closed() => return,
+                    };
+                    let (events, waiting) = (events.clone(), Arc::clone(&waiting));
                     tokio::spawn(async move {
                         // Who may connect to the manager's is said by its unit.
                         let refusal = if ours { allowed(&stream).err() } else { None };
-                        if let Err(error) = serve(stream, refusal, &events).await {
+                        if let Err(error) = serve(stream, refusal, &events, &waiting).await {
                             info!(%error, "admin connection");
                         }
                         drop(place);
@@ -110,6 +118,79 @@ impl AdminSocket {
                     warn!(%error, "admin socket");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
+            }
+        }
+    }
+}
+
+/// Connections that wait for their clients, the one that has waited the longest first.
+#[derive(Default)]
+struct Waiting {
+    turns: Mutex<Turns>,
+    /// That another waits.
+    entered: Notify,
+}
+
+#[derive(Default)]
+struct Turns {
+    next: u64,
+    all: BTreeMap<u64, Arc<Notify>>,
+}
+
+impl Waiting {
+    /// What a client has to do with, for [`IDLE`] at most.
+    ///
+    /// # Errors
+    /// It failed or took too long, or another client needs the place.
+    async fn client<T>(&self, does: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+        let leave = Arc::new(Notify::new());
+        let turn = self.enter(&leave);
+        let done = tokio::select! {
+            done = tokio::time::timeout(IDLE, does) => done,
+            () = leave.notified() => Ok(Err(io::ErrorKind::TimedOut.into())),
+        };
+        let late = |why| Err(io::Error::new(io::ErrorKind::TimedOut, why));
+        // Whoever took the turn away counts on the place.
+        if self.turns().all.remove(&turn).is_none() {
+            return late(
+                "closed for another: all places were taken, and this client had been waited for the longest",
+            );
+        }
+        done.unwrap_or_else(|_| late("closed: its client was waited for in vain"))
+    }
+
+    fn turns(&self) -> MutexGuard<'_, Turns> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn enter(&self, leave: &Arc<Notify>) -> u64 {
+        let mut turns = self.turns();
+        let turn = turns.next;
+        turns.next += 1;
+        turns.all.insert(turn, Arc::clone(leave));
+        drop(turns);
+        self.entered.notify_one();
+        turn
+    }
+
+    /// Has the connection end that has waited the longest; false where none waits.
+    fn end_longest(&self) -> bool {
+        let longest = self.turns().all.pop_first();
+        longest.is_some_and(|(_, leave)| {
+            leave.notify_one();
+            true
+        })
+    }
+
+    /// A place, somebody's who waits where there is no other; `None` never comes as long as there are places at all.
+    async fn place(&self, places: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
+        let mut place = pin!(Arc::clone(places).acquire_owned());
+        let mut asked = places.available_permits() > 0;
+        loop {
+            asked = asked || self.end_longest();
+            tokio::select! {
+                place = &mut place => return place.ok(),
+                () = self.entered.notified(), if !asked => {}
             }
         }
     }
@@ -166,6 +247,7 @@ async fn serve(
     stream: UnixStream,
     refusal: Option<ControlError>,
     events: &mpsc::Sender<Event>,
+    waiting: &Waiting,
 ) -> io::Result<()> {
     let (reader, mut writer) = stream.into_split();
     let mut reader = BufReader::new(reader);
@@ -173,10 +255,7 @@ async fn serve(
     loop {
         line.clear();
         let mut limited = (&mut reader).take(MAX_REQUEST_LINE as u64);
-        let Ok(read) = tokio::time::timeout(IDLE, limited.read_until(b'\n', &mut line)).await else {
-            return Ok(());
-        };
-        if read? == 0 {
+        if waiting.client(limited.read_until(b'\n', &mut line)).await? == 0 {
             return Ok(());
         }
         let whole = line.last() == Some(&b'\n');
@@ -188,7 +267,8 @@ async fn serve(
             let message = format!("a request of more than {MAX_REQUEST_LINE} bytes, or cut off");
             Response::Err(ControlError::new(ErrorCode::InvalidRequest, message))
         };
-        writer.write_all(&encode(&response)?).await?;
+        let response = encode(&response)?;
+        waiting.client(writer.write_all(&response)).await?;
         if !whole {
             return Ok(());
         }
@@ -241,5 +321,46 @@ mod tests {
         drop(AdminSocket::bind(&path).expect("nobody answers"));
         std::fs::write(&path, "text").expect("a file");
         assert!(refused().starts_with("there is a file that is no socket"), "{}", refused());
+    }
+
+    #[tokio::test]
+    async fn silent_and_deaf_clients_keep_nobody_out() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("admin.sock");
+        let (events, mut orders) = mpsc::channel(1);
+        let socket = AdminSocket::bind(&path).expect("nobody has it");
+        tokio::spawn(socket.run(events));
+        let mut silent = Vec::new();
+        for index in 0..3 * CONNECTIONS {
+            let mut stream = UnixStream::connect(&path).await.expect("it is let in");
+            if index % 2 == 1 {
+                // A part of a line.
+                stream.write_all(b"{").await.expect("it is read");
+            }
+            silent.push(stream);
+        }
+        let asked = || async {
+            let mut stream = UnixStream::connect(&path).await.expect("it is let in");
+            stream.write_all(b"no command\n").await.expect("it is read");
+            let mut answer = String::new();
+            BufReader::new(&mut stream).read_line(&mut answer).await.expect("it is answered");
+            answer
+        };
+        let answer = tokio::time::timeout(Duration::from_secs(30), asked()).await.expect("at once");
+        assert!(answer.contains("invalid_request"), "{answer}");
+        let mut byte = [0];
+        assert_eq!(silent[0].read(&mut byte).await.expect("closed"), 0, "the first has waited the longest");
+        let last = silent.last_mut().expect("some");
+        let still_open = tokio::time::timeout(Duration::from_millis(100), last.read(&mut byte)).await;
+        assert!(still_open.is_err(), "the last keeps its place");
+
+        for _ in 0..CONNECTIONS {
+            let mut deaf = UnixStream::connect(&path).await.expect("it is let in");
+            // More answers than a socket holds.
+            tokio::spawn(async move { deaf.write_all(&b"no command\n".repeat(1 << 14)).await });
+        }
+        let answer = tokio::time::timeout(Duration::from_secs(30), asked()).await.expect("at once");
+        assert!(answer.contains("invalid_request"), "{answer}");
+        assert!(orders.try_recv().is_err(), "nothing was ordered");
     }
 }
