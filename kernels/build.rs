@@ -26,6 +26,8 @@ const FLAGS: [&str; 6] = [
     // An eighth of the default's size; every driver that is new enough takes it.
     "--compress-mode=size",
 ];
+/// Further flags that nvcc takes from its environment.
+const FLAG_VARIABLES: [&str; 2] = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"];
 /// Compilers that run side by side.
 const PARALLEL: usize = 2;
 /// Fatbins by what they are made of: a program, its tests and its documentation are built apart, each with the same kernels.
@@ -49,7 +51,9 @@ fn main() -> ExitCode {
 
 fn compile_all() -> Result<(), String> {
     println!("cargo::rerun-if-changed=cuda");
-    println!("cargo::rerun-if-env-changed=NVCC");
+    for variable in ["NVCC"].iter().chain(&FLAG_VARIABLES) {
+        println!("cargo::rerun-if-env-changed={variable}");
+    }
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("cargo gave no OUT_DIR")?);
     let nvcc = nvcc()?;
     let headers = hash_headers(&nvcc)?;
@@ -111,9 +115,10 @@ impl Kernel {
     /// Keeps the fatbin for other builds, and no more than [`KEPT`] of this kernel.
     fn keep(&self) -> io::Result<()> {
         fs::create_dir_all(CACHE)?;
-        // Nobody sees a part of it.
+        // Nobody sees a part of it, also not after a power cut.
         let part = self.cached.with_extension(process::id().to_string());
         fs::copy(&self.fatbin, &part)?;
+        fs::File::open(&part)?.sync_all()?;
         fs::rename(&part, &self.cached)?;
         let of_kernel = |path: &Path| {
             let name = path.file_stem()?.to_str()?;
@@ -140,7 +145,7 @@ fn hash_headers(nvcc: &Path) -> Result<DefaultHasher, String> {
     let version = Command::new(nvcc).arg("--version").output();
     let version = version.map_err(|e| format!("{}: {e}", nvcc.display()))?;
     let mut hasher = DefaultHasher::new();
-    (FLAGS, TARGETS, version.stdout).hash(&mut hasher);
+    (FLAGS, FLAG_VARIABLES.map(env::var_os), TARGETS, version.stdout).hash(&mut hasher);
     let mut folders = vec![PathBuf::from("cuda")];
     while let Some(folder) = folders.pop() {
         for header in files(&folder, &["cuh", "h"])? {

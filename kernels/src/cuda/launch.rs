@@ -249,6 +249,7 @@ pub(super) unsafe fn launch_with<P: Params>(
     let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
     let early = attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, early);
     let cluster = attribute(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, Value { clusterDim: cluster });
+    // The first `count` are asked for.
     let (mut attributes, mut count) = ([early, cluster], 2);
     if how.cluster <= 1 {
         count -= 1;
